@@ -1,0 +1,68 @@
+"""What the probe learned about the machine. Plain data: nothing here looks anything up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Vendor = Literal["corex", "nvidia", "cpu", "other"]
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """The installed torch. `installed_version` is the metadata's, which may hold a suffix
+    (``+corex.3.2.3``) that ``torch.__version__`` has lost."""
+
+    version: str
+    installed_version: str | None
+    cuda: str | None
+    hip: str | None
+    corex: bool
+
+
+@dataclass(frozen=True)
+class TritonFacts:
+    """The installed Triton, from its metadata alone (it is not imported)."""
+
+    version: str | None = None  # None: not installed
+    backends: tuple[str, ...] = ()  # "nvidia", "amd", "iluvatar", …
+    interpret: bool = False  # TRITON_INTERPRET=1
+
+
+@dataclass(frozen=True)
+class CompilerFacts:
+    """The compiler that would build the CUDA sources, and the ones that were passed over."""
+
+    kind: Literal["ixcc", "clang++", "nvcc"] | None = None
+    path: str | None = None
+    root: str | None = None  # the CoreX or CUDA tree
+    rejected: tuple[str, ...] = ()  # "path: reason" of each candidate passed over
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One device as the management library names it, without a context on it."""
+
+    index: int
+    name: str
+    vendor: Vendor
+    capability: tuple[int, int] | None = None
+    warp_size: int | None = None
+    multiprocessors: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the probe knows."""
+
+    vendor: Vendor
+    python: str
+    system: str
+    torch: TorchFacts
+    triton: TritonFacts = field(default_factory=TritonFacts)
+    compiler: CompilerFacts = field(default_factory=CompilerFacts)
+    driver: str | None = None
+    corex_version: str | None = None
+    devices: tuple[DeviceFacts, ...] = ()
+    notes: tuple[str, ...] = ()  # what could not be learned, and what looks wrong

@@ -1,0 +1,126 @@
+"""What a backend is, and what it receives.
+
+A `Problem` is a class of calls that one binding serves: it holds no length, batch size or
+number of blocks, so that those never cause a new resolution. A `Call` is one call's arguments,
+already validated. A `Backend` says whether it is there, whether it can do a problem, and
+loads the function that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.facts import Facts
+
+KVLayout = Literal["packed", "NHD", "HND"]
+QUANTISED_KV_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "int8")
+    if hasattr(torch, name)
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A class of calls: everything that decides which backend can serve them."""
+
+    device: str  # "cpu", "cuda:0"
+    dtype: torch.dtype  # of the query and of the output
+    kv_dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_layout: KVLayout = "packed"
+    varlen_query: bool = False  # query_start_loc is given
+    window: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    kv_scales: Literal["none", "float", "tensor", "per_head"] = "none"
+    return_lse: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+
+@dataclass
+class Call:
+    """One call's arguments, validated: a backend needs no check of shapes or types of its own.
+
+    What is left to a backend is the contents of `seq_lens`, `block_tables` and
+    `query_start_loc` where those are device data (see `paged_attention` for the contract).
+    Both results are overwritten whole; their former contents mean nothing.
+    """
+
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor  # by kv_layout
+    value_cache: Tensor  # by kv_layout
+    block_tables: Tensor  # int32 [num_seqs, max_blocks], innermost dense
+    seq_lens: Tensor  # int32 [num_seqs], dense
+    out: Tensor  # [num_tokens, num_heads, head_dim], innermost dense
+    lse: Tensor | None  # float32 [num_tokens, num_heads], dense
+    kv_layout: KVLayout
+    scale: float
+    max_seq_len: int  # no sequence is longer: the hint or the table's width, whichever is less
+    max_query_len: int  # no sequence has more query tokens in this call
+    query_start_loc: Tensor | None = None  # int32 [num_seqs + 1], dense
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None  # float32 [num_heads], on the query's device
+    sinks: Tensor | None = None  # float32 [num_heads], on the query's device
+    k_scale: float | Tensor | None = None  # float32 [1] or [num_kv_heads], on the device
+    v_scale: float | Tensor | None = None
+    num_splits: int | None = None
+    batch_invariant: bool = False
+    # On a CPU the lengths are host data, already checked; None where reading them would
+    # synchronise with a device.
+    host_seq_lens: list[int] | None = None
+    host_query_start: list[int] | None = None
+
+
+Runner = Callable[[Call], None]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One implementation of paged attention.
+
+    `name` is what people write in ``PAGEDATTN_BACKEND``.
+    """
+
+    name: str
+
+    def not_present_reasons(self, facts: Facts) -> list[str]:
+        """Why it is not there on this machine; empty if it is. Touches no device."""
+        ...
+
+    def not_supported_reasons(self, problem: Problem) -> list[str]:
+        """Every reason why it cannot do `problem`; empty if it can. Touches no device."""
+        ...
+
+    def load(self, problem: Problem) -> Runner:
+        """Import, compile or find the binary, and return the function that runs a call.
+
+        Raises
+        ------
+        BackendUnavailable, BuildError
+            The chain notes the message as a reason and moves on.
+        """
+        ...
+
+    def remedy(self, facts: Facts) -> str | None:
+        """A line to paste that would make it present, or None if nothing would."""
+        ...
