@@ -5,6 +5,7 @@ A wrong argument is a `ValueError` or a `TypeError`. Everything else is one of t
     PagedAttnError(Exception)
     ├── BackendUnavailable       no backend (or not the forced one) can serve this call
     │   └── UnknownBackend       also a ValueError: the name is not one of ours
+    ├── ConfigurationError       an environment variable of ours has a value we don't know
     ├── BuildError               compiling a backend failed; holds the compiler's first message
     ├── VerificationError        a backend ran and was not right
     └── DeviceError              the device is lost: a sticky error, or it hung
@@ -39,6 +40,10 @@ class BackendUnavailable(PagedAttnError):
 
 class UnknownBackend(BackendUnavailable, ValueError):
     """A backend name that nobody registered; the message names the nearest valid one."""
+
+
+class ConfigurationError(PagedAttnError):
+    """A ``PAGEDATTN_`` variable has a value that means nothing; the message lists those valid."""
 
 
 class BuildError(PagedAttnError):

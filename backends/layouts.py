@@ -77,3 +77,13 @@ def value_as_hnd(value_cache: Tensor, layout: KVLayout) -> Tensor:
     if layout == "HND":
         return value_cache
     return value_cache.transpose(2, 3)
+
+
+def from_hnd(keys: Tensor, values: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
+    """Dense caches ``[num_blocks, kv_heads, block, head_dim]`` rearranged into `layout`."""
+    if layout == "HND":
+        return keys, values
+    if layout == "NHD":
+        return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+    groups = keys.unflatten(-1, (-1, packing_factor(keys.dtype)))  # [n, kv, bs, D/x, x]
+    return groups.transpose(2, 3).contiguous(), values.transpose(2, 3).contiguous()

@@ -1,0 +1,293 @@
+"""From a caller's arguments to a backend's `Call`.
+
+The first time that a combination of shapes and types is seen it is validated and bound; what
+was learned is kept under those shapes, so that a warm call costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedattn import arguments, chain, contents
+from pagedattn.backends.layouts import CacheShape
+from pagedattn.backends.protocol import Call, KVLayout
+from pagedattn.settings import switch
+
+
+class Arguments(NamedTuple):
+    """The arguments of `paged_attention`, as given."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    scale: float | None
+    out: Tensor | None
+    return_lse: bool
+    kv_layout: KVLayout
+    query_start_loc: Tensor | None
+    window: int | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_scale: float | Tensor | None
+    v_scale: float | Tensor | None
+    max_seq_len: int | None
+    max_query_len: int | None
+    num_splits: int | None
+    batch_invariant: bool
+    backend: str | Sequence[str] | None
+
+
+class Admitted(NamedTuple):
+    """What is remembered of arguments that passed."""
+
+    binding: chain.Binding
+    scale: float
+    block_size: int
+    num_blocks: int
+    on_host: bool  # lengths and tables can be read without synchronising
+    convert: bool  # some argument must be converted before a backend sees it
+    spans: tuple[int, ...]  # bytes from the first to the last element of each of _MEMORY
+
+
+# Emptied when full, so that a server whose batch and table sizes wander cannot grow it for ever.
+_admitted: dict[Any, Admitted] = {}
+_MAX_ADMITTED = 4096
+chain.on_reset(_admitted.clear)
+
+
+def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+    """Validate, bind and run; the body of `paged_attention`."""
+    spec = a.backend
+    if spec is None:
+        spec = chain.forced.get()
+    if spec is None:
+        spec = os.environ.get("PAGEDATTN_BACKEND")
+    key: tuple[Any, ...] | None
+    try:
+        key = _key(a, spec)
+        admitted = _admitted.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
+        key, admitted = None, None
+    if admitted is None:
+        admitted = admit(a)
+        if key is not None:
+            if len(_admitted) >= _MAX_ADMITTED:
+                _admitted.clear()
+            _admitted[key] = admitted
+    call = _prepare(a, admitted)
+    if a.query.shape[0]:
+        admitted.binding.run(call)
+    return call.out if call.lse is None else (call.out, call.lse)
+
+
+def _signature(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
+    """All that validation looks at, and the backend asked for."""
+    q, k, v, tables, lens = a[:5]
+    k_scale, v_scale = a.k_scale, a.v_scale
+    return (
+        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        tables.shape, tables.stride(), tables.dtype, tables.device,
+        lens.shape, lens.stride(), lens.dtype, lens.device,
+        None if a.out is None else _signature(a.out),
+        None if a.query_start_loc is None else _signature(a.query_start_loc),
+        None if a.alibi_slopes is None else _signature(a.alibi_slopes),
+        None if a.sinks is None else _signature(a.sinks),
+        _signature(k_scale) if isinstance(k_scale, Tensor) else k_scale,
+        _signature(v_scale) if isinstance(v_scale, Tensor) else v_scale,
+        a.scale, a.return_lse, a.kv_layout, a.window, a.softcap, a.num_splits,
+        a.batch_invariant, torch.is_grad_enabled(), spec,
+    )  # fmt: skip
+
+
+def admit(a: Arguments) -> Admitted:
+    """Check everything that shapes and types tell, and bind a backend."""
+    shape = _check(a)
+    problem = arguments.describe(
+        a.query,
+        a.key_cache,
+        shape,
+        a.kv_layout,
+        varlen_query=a.query_start_loc is not None,
+        window=a.window is not None,
+        softcap=a.softcap is not None,
+        alibi=a.alibi_slopes is not None,
+        sinks=a.sinks is not None,
+        kv_scales=arguments.kind_of_scales(a.k_scale, a.v_scale),
+        return_lse=a.return_lse,
+        batch_invariant=a.batch_invariant,
+    )
+    return Admitted(
+        binding=chain.binding_for(problem, a.backend),
+        scale=shape.head_dim**-0.5 if a.scale is None else float(a.scale),
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        on_host=a.query.device.type == "cpu",
+        convert=_needs_conversion(a),
+        spans=tuple(arguments.span(t) for t in _memory(a)),
+    )
+
+
+def _check(a: Arguments) -> CacheShape:
+    tensors = {"query": a.query, "key_cache": a.key_cache, "value_cache": a.value_cache,
+               "block_tables": a.block_tables, "seq_lens": a.seq_lens}  # fmt: skip
+    optional = {"query_start_loc": a.query_start_loc, "alibi_slopes": a.alibi_slopes,
+                "sinks": a.sinks, "out": a.out}  # fmt: skip
+    tensors |= {name: t for name, t in optional.items() if t is not None}
+    for name, value in tensors.items():
+        arguments.require_tensor(name, value)
+    scales = {"k_scale": a.k_scale, "v_scale": a.v_scale}
+    tensors |= {name: t for name, t in scales.items() if isinstance(t, Tensor)}
+    arguments.require_no_grad(**tensors)
+    arguments.require_same_device(a.query.device, **tensors)
+    arguments.require_layout(a.kv_layout)
+    arguments.check_query(a.query)
+    shape = arguments.check_caches(
+        a.key_cache, a.value_cache, a.kv_layout, a.query.shape[2], a.query.dtype
+    )
+    num_heads = a.query.shape[1]
+    arguments.check_head_counts(num_heads, shape.num_kv_heads)
+    arguments.check_tables(a.block_tables, a.seq_lens, a.query_start_loc, a.query.shape[0])
+    arguments.check_per_head("alibi_slopes", a.alibi_slopes, num_heads)
+    arguments.check_per_head("sinks", a.sinks, num_heads)
+    arguments.check_kv_scale("k_scale", a.k_scale, shape.num_kv_heads)
+    arguments.check_kv_scale("v_scale", a.v_scale, shape.num_kv_heads)
+    if a.out is not None:
+        arguments.check_out(a.out, a.query)
+    _check_numbers(a)
+    return shape
+
+
+def _check_numbers(a: Arguments) -> None:
+    if a.scale is not None:
+        arguments.check_number("scale", a.scale)
+    if a.softcap is not None:
+        arguments.check_number("softcap", a.softcap, above=0)
+    if a.window is not None:
+        arguments.check_number("window", a.window, above=0, kind=numbers.Integral)
+    if a.num_splits is not None:
+        arguments.check_number("num_splits", a.num_splits, above=0, kind=numbers.Integral)
+    for name in ("return_lse", "batch_invariant"):
+        if not isinstance(getattr(a, name), bool):
+            raise TypeError(f"{name} must be a bool, not {type(getattr(a, name)).__name__}")
+
+
+def _needs_conversion(a: Arguments) -> bool:
+    ints = (a.block_tables, a.seq_lens, a.query_start_loc)
+    floats = (a.alibi_slopes, a.sinks, a.k_scale, a.v_scale)
+    return (
+        any(t is not None and t.dtype != torch.int32 for t in ints)
+        or any(t is not None and not t.is_contiguous() for t in ints[1:])
+        or any(isinstance(t, Tensor) and t.dtype != torch.float32 for t in floats)
+        or any(isinstance(t, Tensor) and not t.is_contiguous() for t in floats)
+    )
+
+
+def _prepare(a: Arguments, admitted: Admitted) -> Call:
+    """What depends on addresses and contents: checked each time, then made into a `Call`."""
+    query = a.query
+    num_tokens = query.shape[0]
+    if a.out is not None:
+        _check_overlap(a, a.out, admitted.spans)
+    limit = a.block_tables.shape[1] * admitted.block_size
+    if a.max_seq_len is not None:
+        arguments.check_number("max_seq_len", a.max_seq_len, above=-1, kind=numbers.Integral)
+        limit = min(limit, a.max_seq_len)
+    on_host = admitted.on_host
+    lengths = contents.host_lengths(a.seq_lens, limit) if on_host else None
+    starts = None
+    max_query_len = 1
+    if a.query_start_loc is not None:
+        starts = contents.host_starts(a.query_start_loc, num_tokens) if on_host else None
+        max_query_len = contents.max_query_len(a.max_query_len, starts, num_tokens)
+    if os.environ.get("PAGEDATTN_CHECK") and switch("PAGEDATTN_CHECK"):
+        _check_contents(a, limit, admitted)
+    if admitted.convert:
+        a = _convert(a, admitted.num_blocks)
+    return Call(
+        query,
+        a.key_cache,
+        a.value_cache,
+        a.block_tables,
+        a.seq_lens,
+        torch.empty_like(query) if a.out is None else a.out,
+        query.new_empty(query.shape[:2], dtype=torch.float32) if a.return_lse else None,
+        a.kv_layout,
+        admitted.scale,
+        limit,
+        max_query_len,
+        a.query_start_loc,
+        a.window,
+        a.softcap,
+        a.alibi_slopes,
+        a.sinks,
+        a.k_scale,
+        a.v_scale,
+        a.num_splits,
+        a.batch_invariant,
+        lengths,
+        starts,
+    )
+
+
+def _memory(a: Arguments) -> tuple[Tensor, ...]:
+    """`out` and every input tensor that it must not overlap."""
+    given = (a.out, *a[:5], a.query_start_loc, a.alibi_slopes, a.sinks, a.k_scale, a.v_scale)
+    return tuple(t for t in given if isinstance(t, Tensor)) if a.out is not None else ()
+
+
+def _check_overlap(a: Arguments, out: Tensor, spans: tuple[int, ...]) -> None:
+    """Compare addresses; only where ranges meet, look closer (two slices of one buffer may
+    interleave without touching)."""
+    start = out.data_ptr()
+    end = start + spans[0]
+    for tensor, span in zip(_memory(a)[1:], spans[1:], strict=True):
+        other = tensor.data_ptr()
+        if start < other + span and other < end and arguments.overlap(out, tensor):
+            name = next(n for n, value in a._asdict().items() if value is tensor)
+            raise ValueError(
+                f"out overlaps {name} in memory; the inputs are read while out is written, "
+                "so give it memory of its own"
+            )
+
+
+def _check_contents(a: Arguments, limit: int, admitted: Admitted) -> None:
+    """What ``PAGEDATTN_CHECK=1`` asks for; reads device data, so it synchronises."""
+    lengths = contents.host_lengths(a.seq_lens, limit)
+    contents.check_tables(a.block_tables, lengths, admitted.block_size, admitted.num_blocks)
+    if a.query_start_loc is not None:
+        starts = contents.host_starts(a.query_start_loc, a.query.shape[0])
+        contents.max_query_len(a.max_query_len, starts, a.query.shape[0])
+
+
+def _convert(a: Arguments, num_blocks: int) -> Arguments:
+    """The same arguments in the types that backends are promised."""
+    top = torch.iinfo(torch.int32).max
+    starts = a.query_start_loc
+    return a._replace(
+        block_tables=contents.clamped_int32(a.block_tables, num_blocks),
+        seq_lens=contents.clamped_int32(a.seq_lens, top),
+        query_start_loc=None if starts is None else contents.clamped_int32(starts, top),
+        alibi_slopes=_float32(a.alibi_slopes),
+        sinks=_float32(a.sinks),
+        k_scale=_float32(a.k_scale) if isinstance(a.k_scale, Tensor) else a.k_scale,
+        v_scale=_float32(a.v_scale) if isinstance(a.v_scale, Tensor) else a.v_scale,
+    )
+
+
+def _float32(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(torch.float32).reshape(-1).contiguous()

@@ -1,0 +1,105 @@
+"""The commands: ``pagedattn report``, ``demo`` and ``verify``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from pagedattn import __version__, demo, report_text, verify_command
+from pagedattn.backends.errors import PagedAttnError
+from pagedattn.backends.layouts import LAYOUTS
+from pagedattn.binding import bind
+from pagedattn.report import capability_report
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (0 done, 1 failed, 2 wrong usage)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except (PagedAttnError, ValueError, MemoryError) as error:
+        print(f"pagedattn: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagedattn", description="Attention over a paged KV cache, on whatever is here."
+    )
+    parser.add_argument("--version", action="version", version=f"pagedattn {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    report = commands.add_parser("report", help="say what this machine offers and what is bound")
+    report.add_argument("--json", action="store_true", help="as JSON")
+    report.add_argument(
+        "--bind", action="store_true", help="try and verify on the GPU too (a CPU always is)"
+    )
+    report.set_defaults(run=_report)
+
+    show = commands.add_parser("demo", help="one decode step over a long context, checked")
+    show.add_argument("--context", type=_positive, default=8192, help="tokens (default 8192)")
+    show.add_argument("--batch", type=_positive, default=1, help="sequences (default 1)")
+    show.add_argument("--layout", choices=LAYOUTS, default="packed")
+    show.add_argument("--dtype", choices=DTYPES, help="default fp16 on a GPU, fp32 on a CPU")
+    _add_where(show)
+    show.set_defaults(run=_demo)
+
+    check = commands.add_parser("verify", help="run hard small problems on every usable backend")
+    check.add_argument("--again", action="store_true", help="forget the kept verdicts first")
+    _add_where(check)
+    check.set_defaults(run=_verify)
+    return parser
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", help="a backend's name (default: what the chain picks)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    # With no GPU there is nothing that trying could hurt, so the states need not stay open.
+    failed: str | None = None
+    if arguments.bind or capability_report()["host"].get("vendor") == "cpu":
+        try:
+            bind()
+        except Exception as error:  # the report always prints: this goes into it
+            failed = f"binding failed: {type(error).__name__}: {error}"
+    report = capability_report()
+    if failed:
+        report["notes"].append(failed)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        report_text.show(report)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return demo.run(
+        context=arguments.context,
+        batch=arguments.batch,
+        kv_layout=arguments.layout,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+        backend=arguments.backend,
+        device=arguments.device,
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    return verify_command.run(arguments.backend, arguments.device, again=arguments.again)

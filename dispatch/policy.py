@@ -1,0 +1,39 @@
+"""The order of the chain: one table per vendor, the reason beside each entry."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagedattn.backends.facts import Vendor
+
+
+class Entry(NamedTuple):
+    name: str
+    reason: str
+
+
+_FLOOR = Entry("torch", "plain torch: slower, but runs anywhere and needs nothing built")
+
+ORDER: dict[Vendor, tuple[Entry, ...]] = {
+    "nvidia": (
+        Entry("cuda", "reads the packed layout at the memory's speed once it is built"),
+        Entry("triton", "near it in NHD and HND, and compiles itself"),
+        _FLOOR,
+    ),
+    "corex": (
+        Entry("cuda", "the portable kernel, compiled by the vendor's own compiler"),
+        Entry("triton", "only where the vendor's Triton is known not to hang the card"),
+        _FLOOR,
+    ),
+    "other": (_FLOOR,),
+    "cpu": (
+        Entry("cuda", "needs a GPU; listed so that the report can say so"),
+        Entry("triton", "needs a GPU; its interpreter is for tests and must be forced"),
+        _FLOOR,
+    ),
+}
+
+
+def order(vendor: Vendor, device_type: str) -> tuple[str, ...]:
+    """Backend names in the order in which the automatic chain tries them."""
+    return tuple(entry.name for entry in ORDER["cpu" if device_type == "cpu" else vendor])

@@ -1,0 +1,94 @@
+"""The environment variables, read when they are needed so that a change after import counts."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+
+from pagedattn.backends.errors import ConfigurationError, PagedAttnWarning
+
+PREFIX = "PAGEDATTN_"
+
+#: name -> what it means, in a line
+VARIABLES: dict[str, str] = {
+    "PAGEDATTN_BACKEND": "a backend's name, or a comma list that is the chain",
+    "PAGEDATTN_BUILD": "auto | never (compile nothing at run time)",
+    "PAGEDATTN_CACHE_DIR": "where binaries and verdicts are kept",
+    "PAGEDATTN_CHECK": "1: check lengths and table contents, naming the culprit; synchronises",
+    "PAGEDATTN_COREX_TRITON": "1: accept the vendor's Triton on a BI-V100",
+    "PAGEDATTN_EAGER": "1: bind at import, not at the first call",
+    "PAGEDATTN_LOG": "debug | info | warning | error: log to stderr at this level",
+    "PAGEDATTN_VERIFY": "auto | child (always in a child process) | off",
+}
+_CHOICES = {
+    "PAGEDATTN_BUILD": ("auto", "never"),
+    "PAGEDATTN_LOG": ("debug", "info", "warning", "error"),
+    "PAGEDATTN_VERIFY": ("auto", "child", "off"),
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)`` where something known is close to `name`, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for each ``PAGEDATTN_`` variable that nothing reads."""
+    return [
+        f"{name} is not a variable of pagedattn and has no effect{nearest(name, VARIABLES)}"
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in VARIABLES
+    ]
+
+
+def warn_of_unknown_variables() -> None:
+    for sentence in unknown_variables():
+        warnings.warn(sentence, PagedAttnWarning, stacklevel=3)
+
+
+def choice(name: str) -> str:
+    """The value of a variable that takes one of a few words; the first is the default.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is set to anything else.
+    """
+    valid = _CHOICES[name]
+    value = os.environ.get(name, "").strip().lower() or valid[0]
+    if value not in valid:
+        raise ConfigurationError(
+            f"{name}={value!r} means nothing; valid are {', '.join(valid)}{nearest(value, valid)}"
+        )
+    return value
+
+
+def switch(name: str) -> bool:
+    """Whether an on/off variable is on.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is neither of 1, true, yes, on, nor of 0, false, no, off or empty.
+    """
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigurationError(f"{name}={value!r} means nothing; valid are 1 and 0")
+
+
+def configure_logging() -> None:
+    """Attach a handler to the logger ``pagedattn`` where ``PAGEDATTN_LOG`` asks for one."""
+    if not os.environ.get("PAGEDATTN_LOG"):
+        return
+    logger = logging.getLogger("pagedattn")
+    logger.setLevel(choice("PAGEDATTN_LOG").upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)

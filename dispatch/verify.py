@@ -1,0 +1,124 @@
+"""Verification: a backend is bound only after it was right on this very device.
+
+It runs a hard small problem of the caller's class and is compared with the fp64 oracle. Where
+a launch can hang the card the run is in a child process with a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from pagedattn import hard_problems, registry, verdicts, verify_child
+from pagedattn.backends.errors import DeviceError, VerificationError
+from pagedattn.backends.facts import Facts
+from pagedattn.backends.protocol import Backend, Call, Problem, Runner
+from pagedattn.settings import choice
+
+#: Largest error of a row, relative to the row's norm, that still counts as right. A few units
+#: of rounding in the output's type; a key too many, too few or a wrong head gives over 0.05
+#: in problems as short as these, and TF32 in fp32 about 3e-4.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+#: Largest absolute error of a log-sum-exp: its scores come from products rounded to the type.
+LSE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def is_off() -> bool:
+    """Whether ``PAGEDATTN_VERIFY=off``."""
+    return choice("PAGEDATTN_VERIFY") == "off"
+
+
+def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
+    """The backend's runner, once it is known to be right on this device.
+
+    Raises
+    ------
+    BackendUnavailable, BuildError
+        If it does not load.
+    VerificationError
+        If it ran and was wrong, or died, now or when the kept verdict was made.
+    DeviceError
+        If it hung and the device must not be touched again.
+    """
+    if is_off():
+        return backend.load(problem)
+    mark = verdicts.fingerprint(backend, problem, facts)
+    kept = verdicts.read(mark)
+    if kept is not None and kept["outcome"] != "ok":
+        raise VerificationError(
+            f"{kept['detail']} (verdict of {kept['when']}; `pagedattn verify --again` tries again)",
+            kept,
+        )
+    runner = backend.load(problem)
+    if kept is None:
+        _prove(backend, runner, problem, facts, mark)
+    return runner
+
+
+def _prove(
+    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, object]
+) -> None:
+    if facts.vendor == "corex" or choice("PAGEDATTN_VERIFY") == "child":
+        outcome, detail = verify_child.run(backend, problem)
+    else:
+        outcome, detail = judge(runner, problem)
+    if outcome != "error":  # an exception may have a passing cause, such as a full card
+        verdicts.write(mark, outcome, detail)
+    if outcome == "timeout":
+        raise DeviceError(f"{detail}; {problem.device} is not touched again by this process", mark)
+    if outcome != "ok":
+        raise VerificationError(detail, mark)
+
+
+def judge(runner: Runner, problem: Problem) -> tuple[str, str]:
+    """Run a hard problem: ``("ok", …)`` or ``("wrong", …)``, with the error found."""
+    call = hard_problems.make_call(problem)
+    runner(call)
+    error, lse_error = errors(call, oracle(call, problem))
+    limit, lse_limit = TOLERANCE[problem.dtype], LSE_TOLERANCE[problem.dtype]
+    detail = f"relative error {error:.1e} (at most {limit:.0e} is right)"
+    if call.lse is not None:
+        detail += f", log-sum-exp off by {lse_error:.1e} (at most {lse_limit:.0e})"
+    right = error <= limit and lse_error <= lse_limit
+    return ("ok", detail) if right else ("wrong", f"wrong numbers on {problem.device}: {detail}")
+
+
+def oracle(call: Call, problem: Problem) -> Call:
+    """The same call answered in fp64; its results are on the CPU."""
+    truth = replace(
+        call,
+        out=torch.empty(call.out.shape, dtype=torch.float64),
+        lse=None if call.lse is None else torch.empty(call.lse.shape, dtype=torch.float64),
+    )
+    registry.get("reference").load(problem)(truth)
+    return truth
+
+
+def errors(call: Call, truth: Call) -> tuple[float, float]:
+    """The worst row's relative error, and the worst log-sum-exp's absolute one.
+
+    A row that should be NaN and is not, or the other way round, or should be zero and is
+    not, counts as infinite.
+    """
+    worst = _row_error(call.out.cpu().double(), truth.out)
+    worst_lse = 0.0
+    if call.lse is not None and truth.lse is not None:
+        lse = call.lse.cpu().double()
+        same = (lse == truth.lse) | (lse.isnan() & truth.lse.isnan())  # −inf and NaN rows
+        gap = torch.where(same, 0.0, (lse - truth.lse).abs())
+        worst_lse = float(gap.nan_to_num(nan=math.inf).max()) if gap.numel() else 0.0
+    return worst, worst_lse
+
+
+def _row_error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    if out.numel() == 0:
+        return 0.0
+    nan_rows = truth.isnan()
+    if not torch.equal(out.isnan(), nan_rows):
+        return math.inf
+    out, truth = out.masked_fill(nan_rows, 0.0), truth.masked_fill(nan_rows, 0.0)
+    gap, size = (out - truth).norm(dim=-1), truth.norm(dim=-1)
+    relative = torch.where(gap == 0, 0.0, gap / size)  # a zero row that is not zero: inf
+    return float(relative.max())

@@ -1,0 +1,98 @@
+"""Verification in a child process: what hangs or crashes there leaves this process alive.
+
+The parent sends the backend and the problem, pickled, on the child's standard input, and reads
+a JSON file back; the child's own output may hold anything a compiler says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pagedattn.backends.errors import VerificationError
+from pagedattn.backends.protocol import Backend, Problem
+
+#: Seconds that a child has for importing torch, its first launches and the comparison.
+DEADLINE_S = 120.0
+
+
+def run(backend: Backend, problem: Problem) -> tuple[str, str]:
+    """Judge `backend` in a child: an outcome (ok, wrong, error, signal, timeout) and a detail.
+
+    Raises
+    ------
+    VerificationError
+        If the backend cannot be sent to another process.
+    """
+    try:
+        payload = pickle.dumps((sys.path, pickle.dumps((backend, problem))))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise VerificationError(
+            f"{backend.name} cannot be verified in a child process, since it cannot be pickled "
+            f"({error}); define its class in a module, or set PAGEDATTN_VERIFY=auto"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="pagedattn-") as folder:
+        result = Path(folder) / "verdict.json"
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _START, str(result)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            child.communicate(payload, timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            _end(child)
+            return "timeout", f"{backend.name} gave no answer within {DEADLINE_S:g} s"
+        return _outcome(backend, child.returncode, result, log)
+
+
+# The child's path must be set before anything of ours is imported.
+_START = """
+import pickle, sys
+path, inner = pickle.load(sys.stdin.buffer)
+sys.path[:] = path
+from pagedattn import verify_child
+verify_child.answer(inner, sys.argv[1])
+"""
+
+
+def answer(inner: bytes, result: str) -> None:
+    """The child's side: judge, and write the verdict to the file `result`."""
+    from pagedattn import verify
+
+    backend, problem = pickle.loads(inner)
+    try:
+        outcome, detail = verify.judge(backend.load(problem), problem)
+    except Exception as error:  # whatever it is, it is the verdict
+        outcome, detail = "error", f"{type(error).__name__}: {error}"
+    Path(result).write_text(json.dumps([outcome, detail]))
+
+
+def _outcome(backend: Backend, code: int, result: Path, log: Path) -> tuple[str, str]:
+    if result.exists():
+        outcome, detail = json.loads(result.read_text())
+        return outcome, detail
+    tail = log.read_text(errors="replace").strip()[-500:]
+    said = f"; its last words: {tail}" if tail else ""
+    if code < 0:
+        return "signal", f"{backend.name} died of {signal.Signals(-code).name}{said}"
+    return "error", f"{backend.name}'s child process ended with code {code}{said}"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child's whole process group; one stuck in the driver is left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.communicate(timeout=2)
