@@ -51,7 +51,7 @@ def attend(call: Call) -> None:
 
 
 def _attend_sequence(call: Call, sequence: int, length: int, first: int, end: int) -> None:
-    blocks = _physical_blocks(call, sequence, length)
+    blocks = _physical_blocks(call, sequence, length, end - first)
     if blocks is None:
         call.out[first:end] = math.nan
         if call.lse is not None:
@@ -70,13 +70,20 @@ def _attend_sequence(call: Call, sequence: int, length: int, first: int, end: in
                 call.lse[token, heads] = lse.to(call.lse.device, call.lse.dtype)
 
 
-def _physical_blocks(call: Call, sequence: int, length: int) -> Tensor | None:
-    """The ids that hold the sequence, or None if it names a block that does not exist."""
+def _physical_blocks(call: Call, sequence: int, length: int, num_queries: int) -> Tensor | None:
+    """The ids that hold the sequence, or None if one that is needed names no block.
+
+    What lies wholly behind the window of every query token is not needed: an engine may have
+    freed it. Its ids are replaced by one that exists, and its keys are seen by nobody.
+    """
     block_size = call.key_cache.shape[{"NHD": 1, "HND": 2, "packed": 3}[call.kv_layout]]
     count = -(-length // block_size)
     if length > call.max_seq_len or count > call.block_tables.shape[1]:
         return None
     ids = call.block_tables[sequence, :count].long()
+    first_position = max(0, length - num_queries)
+    behind = 0 if call.window is None else max(0, first_position + 1 - call.window) // block_size
+    ids[:behind] = ids[behind]
     if bool(((ids < 0) | (ids >= call.key_cache.shape[0])).any()):
         return None
     return ids

@@ -110,7 +110,8 @@ def paged_attention(
         - HND: both ``[num_blocks, kv_heads, block_size, head_dim]``
     block_tables : Tensor, int32 ``[num_seqs, max_blocks]``
         Physical block of each logical block; int64 is converted. Only the first
-        ``ceil(length / block_size)`` entries of a row are followed.
+        ``ceil(length / block_size)`` entries of a row are followed, and with a window none that
+        lie wholly behind it.
     seq_lens : Tensor, int32 ``[num_seqs]``
         Tokens in the cache, this call's included; int64 is converted.
     scale : float, optional
