@@ -80,7 +80,7 @@ def _physical_blocks(call: Call, sequence: int, length: int, num_queries: int) -
     count = -(-length // block_size)
     if length > call.max_seq_len or count > call.block_tables.shape[1]:
         return None
-    ids = call.block_tables[sequence, :count].long()
+    ids = call.block_tables[sequence, :count].long().clone()
     first_position = max(0, length - num_queries)
     behind = 0 if call.window is None else max(0, first_position + 1 - call.window) // block_size
     ids[:behind] = ids[behind]

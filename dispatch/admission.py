@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -268,10 +269,14 @@ def _check_overlap(a: Arguments, out: Tensor, spans: tuple[int, ...]) -> None:
 def _check_contents(a: Arguments, limit: int, admitted: Admitted) -> None:
     """What ``PAGEDATTN_CHECK=1`` asks for; reads device data, so it synchronises."""
     lengths = contents.host_lengths(a.seq_lens, limit)
-    contents.check_tables(a.block_tables, lengths, admitted.block_size, admitted.num_blocks)
+    query_lens = [1] * len(lengths)
     if a.query_start_loc is not None:
         starts = contents.host_starts(a.query_start_loc, a.query.shape[0])
         contents.max_query_len(a.max_query_len, starts, a.query.shape[0])
+        query_lens = [end - start for start, end in pairwise(starts)]
+    contents.check_tables(
+        a.block_tables, lengths, query_lens, a.window, admitted.block_size, admitted.num_blocks
+    )
 
 
 def _convert(a: Arguments, num_blocks: int) -> Arguments:

@@ -72,9 +72,17 @@ def max_query_len(hint: int | None, starts: list[int] | None, num_tokens: int) -
 
 
 def check_tables(
-    block_tables: Tensor, lengths: list[int], block_size: int, num_blocks: int
+    block_tables: Tensor,
+    lengths: list[int],
+    query_lens: list[int],
+    window: int | None,
+    block_size: int,
+    num_blocks: int,
 ) -> None:
-    """Every table entry within its sequence's length names a block of the cache.
+    """Every table entry that a sequence needs names a block of the cache.
+
+    Needed are those within its length that do not lie wholly behind the window of the first of
+    its query tokens.
 
     Raises
     ------
@@ -82,9 +90,14 @@ def check_tables(
         Naming the sequence, the position in its table and the id.
     """
     width = block_tables.shape[1]
-    used = torch.tensor([-(-n // block_size) for n in lengths]).unsqueeze(1)
-    table = block_tables.cpu()
-    bad = ((table < 0) | (table >= num_blocks)) & (torch.arange(width) < used)
+    end = torch.tensor([-(-n // block_size) for n in lengths]).unsqueeze(1)
+    reach = [
+        0 if window is None else n - q + 1 - window
+        for n, q in zip(lengths, query_lens, strict=True)
+    ]
+    first = torch.tensor([max(0, n) // block_size for n in reach]).unsqueeze(1)
+    table, columns = block_tables.cpu(), torch.arange(width)
+    bad = ((table < 0) | (table >= num_blocks)) & (columns < end) & (columns >= first)
     if bool(bad.any()):
         sequence, position = bad.nonzero()[0].tolist()
         raise ValueError(
