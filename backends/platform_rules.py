@@ -10,17 +10,12 @@ import re
 
 from pagedattn.backends.facts import DeviceFacts, Facts, Vendor
 
-_ILUVATAR = re.compile(r"\biluvatar\b|\b(BI|MR)-?V\d", re.IGNORECASE)
+# Plain strings: `re` compiles (and keeps) them at their first use, not at import.
+_ILUVATAR = r"(?i)\biluvatar\b|\b(BI|MR)-?V\d"
 # Drivers before 2021 left the word NVIDIA out of the names.
-_NVIDIA = re.compile(
-    r"^(NVIDIA|Tesla|GeForce|Quadro|TITAN|GRID|RTX|A(2|10|16|30|40|100)\b)", re.IGNORECASE
-)
-_BI_V100 = re.compile(r"\bBI-?V100", re.IGNORECASE)
-
-_COREX_ARCHS = (
-    (re.compile(r"\bBI-?V100", re.IGNORECASE), "ivcore10"),
-    (re.compile(r"\bBI-?V150|\bMR-?V\d", re.IGNORECASE), "ivcore11"),
-)
+_NVIDIA = r"(?i)^(NVIDIA|Tesla|GeForce|Quadro|TITAN|GRID|RTX|A(2|10|16|30|40|100)\b)"
+_BI_V100 = r"(?i)\bBI-?V100"
+_COREX_ARCHS = ((_BI_V100, "ivcore10"), (r"(?i)\bBI-?V150|\bMR-?V\d", "ivcore11"))
 _COREX_ARCH_OF_CAPABILITY = {(7, 0): "ivcore10", (7, 1): "ivcore11", (8, 0): "ivcore20"}
 
 COREX_TRITON_BACKENDS = ("iluvatar", "corex")
@@ -28,9 +23,9 @@ COREX_TRITON_BACKENDS = ("iluvatar", "corex")
 
 def vendor_of_name(name: str) -> Vendor:
     """Who made the device: "corex" for Iluvatar, "nvidia", else "other"."""
-    if _ILUVATAR.search(name):
+    if re.search(_ILUVATAR, name):
         return "corex"
-    return "nvidia" if _NVIDIA.search(name) else "other"
+    return "nvidia" if re.search(_NVIDIA, name) else "other"
 
 
 def warp_size_of(name: str) -> int | None:
@@ -51,7 +46,7 @@ def corex_arch(name: str, capability: tuple[int, int] | None) -> str | None:
     if vendor_of_name(name) != "corex":
         return None
     for pattern, arch in _COREX_ARCHS:
-        if pattern.search(name):
+        if re.search(pattern, name):
             return arch
     return _COREX_ARCH_OF_CAPABILITY.get(capability) if capability else None
 
@@ -93,5 +88,5 @@ def triton_refusal(facts: Facts, device: DeviceFacts | None) -> str | None:
 
 def _is_bi_v100(device: DeviceFacts) -> bool:
     # an Iluvatar name that we do not know counts by its capability, to be on the safe side
-    known = any(pattern.search(device.name) for pattern, _ in _COREX_ARCHS)
-    return bool(_BI_V100.search(device.name)) or (not known and device.capability == (7, 0))
+    known = any(re.search(pattern, device.name) for pattern, _ in _COREX_ARCHS)
+    return bool(re.search(_BI_V100, device.name)) or (not known and device.capability == (7, 0))

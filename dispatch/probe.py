@@ -2,22 +2,18 @@
 
 `probe` starts no process, creates no CUDA context and does not import Triton, so a process
 that is forked afterwards can still use the device. `facts` keeps the answer.
+
+What gathers them is imported at the first call, since the import of the package is timed.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-from pagedattn.backends.facts import CompilerFacts, Facts, TorchFacts, Vendor
-from pagedattn.backends.platform_rules import vendor_of_name
-from pagedattn.probe_corex import corex_version, find_corex_compiler, find_corex_root
-from pagedattn.probe_cuda import find_nvcc, nvidia_driver_seen
-from pagedattn.probe_devices import Found, find_devices, initialised
-from pagedattn.probe_software import read_torch, read_triton
-from pagedattn.probe_sources import Notes, Sources, this_machine
-
-# what other vendors write behind torch's version
-_FOREIGN_BUILDS = ("metax", "maca", "musa", "dtk", "das")
+if TYPE_CHECKING:
+    from pagedattn.backends.facts import Facts
+    from pagedattn.probe_sources import Sources
 
 _lock = threading.Lock()
 _facts: Facts | None = None
@@ -37,34 +33,9 @@ def probe(sources: Sources | None = None, *, devices: bool = True, touch: bool =
         Whether torch may initialise CUDA in this process. Only so can a driver that disagrees
         with the SDK be told from a machine with no device.
     """
-    notes = Notes()
-    if sources is None:
-        sources = this_machine()
-    torch = read_torch(sources, notes)
-    root = find_corex_root(sources, notes)
-    found = find_devices(sources, torch, root, notes, touch) if devices else Found()
-    vendor = _vendor(sources, torch, root, found, notes)
-    _compare_driver(vendor, torch, found, notes)
-    triton = read_triton(sources, notes)
-    compiler = _compiler(sources, vendor, root, notes)
-    version = corex_version(sources, torch, root, notes)
-    return Facts(
-        vendor=vendor,
-        python=sources.python,
-        system=sources.system,
-        torch=torch,
-        triton=triton,
-        compiler=compiler,
-        driver=found.driver,
-        corex_version=version,
-        devices=found.devices,
-        notes=tuple(notes.lines),
-        device_source=found.source,
-        driver_cuda=found.driver_cuda,
-        device_usable=found.usable,
-        corex_root=root,
-        corex_triton=sources.flag("PAGEDATTN_COREX_TRITON"),
-    )
+    from pagedattn.probe_gather import gather
+
+    return gather(_this_machine() if sources is None else sources, devices, touch)
 
 
 def facts(*, refresh: bool = False, touch: bool = False) -> Facts:
@@ -77,50 +48,19 @@ def facts(*, refresh: bool = False, touch: bool = False) -> Facts:
     with _lock:
         if _facts is None or refresh or (touch and _facts.device_usable is None):
             _facts = probe(touch=touch)
-        elif _facts.device_usable is None and initialised(this_machine().torch, Notes()):
+        elif _facts.device_usable is None and _initialised():
             _facts = probe()
         return _facts
 
 
-def _vendor(
-    sources: Sources, torch: TorchFacts, root: str | None, found: Found, notes: Notes
-) -> Vendor:
-    """By the software stack, then by the devices' names; never by their capability."""
-    if torch.corex:
-        return "corex"
-    if torch.hip is not None:
-        return "other"
-    if torch.cuda is None:
-        return "cpu"
-    vendors = {vendor_of_name(name) for name in found.names}
-    if vendors:
-        return next(v for v in ("corex", "nvidia", "other") if v in vendors)
-    if any(mark in f"{torch.version}{torch.installed_version}" for mark in _FOREIGN_BUILDS):
-        return "other"
-    if torch.cuda == "10.2" and root is not None:
-        notes.add(f"taken for CoreX: torch says CUDA 10.2, and {root} is a CoreX tree")
-        return "corex"
-    if nvidia_driver_seen(sources, notes):
-        return "nvidia"
-    if sources.which("nvidia-smi"):
-        notes.add("nvidia-smi is here, but neither an NVIDIA device nor its driver was found")
-    return "cpu"
+def _this_machine() -> Sources:
+    from pagedattn.probe_sources import this_machine
+
+    return this_machine()
 
 
-def _compiler(sources: Sources, vendor: Vendor, root: str | None, notes: Notes) -> CompilerFacts:
-    if vendor == "corex":
-        return find_corex_compiler(sources, root, notes)
-    if vendor == "other":
-        return CompilerFacts(rejected=("no compiler is known for this vendor's devices",))
-    return find_nvcc(sources, notes)
+def _initialised() -> bool:
+    from pagedattn.probe_devices import initialised
+    from pagedattn.probe_sources import Notes
 
-
-def _compare_driver(vendor: Vendor, torch: TorchFacts, found: Found, notes: Notes) -> None:
-    # CoreX's torch says 10.2 whatever its driver serves
-    if vendor != "nvidia" or not (torch.cuda and found.driver_cuda):
-        return
-    if int(torch.cuda.partition(".")[0]) > int(found.driver_cuda.partition(".")[0]):
-        notes.add(
-            f"torch is built for CUDA {torch.cuda}, but the driver {found.driver} serves "
-            f"CUDA {found.driver_cuda} at most"
-        )
+    return initialised(_this_machine().torch, Notes())

@@ -51,7 +51,7 @@ def find_devices(
         return Found((), found.names, "none", found.driver, found.driver_cuda)
     if not (touch or initialised(sources.torch, notes)):
         if found.source == "unknown":
-            notes.add("the devices' names are unknown until the first use of one")
+            notes.add("no list of the devices: their names are unknown until the first use of one")
         return found
     return _from_torch(sources.torch, found, notes)
 

@@ -247,7 +247,7 @@ def test_facts_are_kept_until_refreshed_or_cuda_is_initialised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = nvidia().sources(tmp_path)
-    monkeypatch.setattr(probe_module, "this_machine", lambda: sources)
+    monkeypatch.setattr(probe_module, "_this_machine", lambda: sources)
     monkeypatch.setattr(probe_module, "_facts", None)
     first = probe_module.facts()
     assert probe_module.facts() is first
@@ -260,7 +260,7 @@ def test_facts_are_kept_until_refreshed_or_cuda_is_initialised(
 
 def test_driver_is_asked_once_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = corex_driver_mismatch().sources(tmp_path)
-    monkeypatch.setattr(probe_module, "this_machine", lambda: sources)
+    monkeypatch.setattr(probe_module, "_this_machine", lambda: sources)
     monkeypatch.setattr(probe_module, "_facts", None)
     assert probe_module.facts().device_usable is None
     assert probe_module.facts(touch=True).device_usable is False
