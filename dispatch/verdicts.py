@@ -29,12 +29,21 @@ log = logging.getLogger("pagedattn")
 
 
 def cache_dir() -> Path:
-    """``PAGEDATTN_CACHE_DIR``, else the user's cache folder for pagedattn."""
-    if chosen := os.environ.get("PAGEDATTN_CACHE_DIR"):
-        return Path(chosen).expanduser()
+    """``PAGEDATTN_CACHE_DIR``, else the user's cache folder for pagedattn.
+
+    Raises
+    ------
+    OSError
+        There is none: the user has no home, as in some containers.
+    """
     import platformdirs  # only needed once something is kept
 
-    return Path(platformdirs.user_cache_dir("pagedattn", appauthor=False))
+    try:
+        if chosen := os.environ.get("PAGEDATTN_CACHE_DIR"):
+            return Path(chosen).expanduser()
+        return Path(platformdirs.user_cache_dir("pagedattn", appauthor=False)).absolute()
+    except RuntimeError as error:  # what pathlib and platformdirs say of a missing home
+        raise OSError(f"no cache folder ({error}); PAGEDATTN_CACHE_DIR names one") from error
 
 
 def fingerprint(backend: Backend, problem: Problem, facts: Facts) -> dict[str, Any]:
@@ -66,7 +75,6 @@ def read(mark: dict[str, Any]) -> dict[str, Any] | None:
 
 def write(mark: dict[str, Any], outcome: str, detail: str) -> None:
     """Keep a verdict. A folder that cannot be written costs a repeated proof, nothing else."""
-    path = _path(mark)
     record = {
         "outcome": outcome,
         "detail": detail,
@@ -74,6 +82,7 @@ def write(mark: dict[str, Any], outcome: str, detail: str) -> None:
         "fingerprint": mark,
     }
     try:
+        path = _path(mark)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
