@@ -91,6 +91,7 @@ def main() -> int:
     result = measure(arguments.repeats)
     device = result["environment"]["device"].replace(" ", "-").replace(",", "")
     name = f"{datetime.date.today().isoformat()}-{device}-import-time.json"
+    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / name).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result["rows"], indent=2))
     return 0 if result["rows"][0]["ms_median"] <= LIMIT_MS else 1
