@@ -74,7 +74,7 @@ class DeviceWalk:
     def _rows(self, tiles: Tiles, lengths: Tensor, tables: Tensor) -> Rows:
         tokens = tiles.token.clamp(max=self._call.query.shape[0] - 1)
         query = self._call.query[tokens]  # [tiles, rows, H, D]
-        query = query.unflatten(2, (self._shape.num_kv_heads, -1)).permute(2, 0, 1, 3, 4)
+        query = torch.unflatten(query, 2, (self._shape.num_kv_heads, -1)).permute(2, 0, 1, 3, 4)
         first = torch.zeros_like(lengths)
         if self._call.window is not None:
             # rows ascend, and a row that does not exist stands at −1: take the first one
@@ -142,7 +142,9 @@ class DeviceWalk:
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
         distance = positions.unsqueeze(1) - rows.position.unsqueeze(2)  # [tiles, rows, tokens]
-        by_row = scores.unflatten(2, (rows.position.shape[1], -1))  # [KV, tiles, rows, G, tokens]
+        by_row = torch.unflatten(
+            scores, 2, (rows.position.shape[1], -1)
+        )  # [KV, tiles, rows, G, tokens]
         if call.alibi_slopes is not None:
             slopes = call.alibi_slopes.view(self._shape.num_kv_heads, 1, 1, -1, 1)
             by_row.add_(slopes * distance.unsqueeze(2))

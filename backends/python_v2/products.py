@@ -42,7 +42,8 @@ def grouped_product(a: Tensor, b: Tensor) -> Tensor:
     """
     heads, sequences = b.shape[:2]
     if heads == 1 or sequences == 1 or b.stride(0) == sequences * b.stride(1):
-        return _wide_bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, (heads, sequences))
+        flat = _wide_bmm(a.flatten(0, 1), b.flatten(0, 1))
+        return torch.unflatten(flat, 0, (heads, sequences))
     # a batch of two dimensions has two strides: one product for each entry of the smaller
     along = 0 if heads <= sequences else 1
     pairs = zip(a.unbind(along), b.unbind(along), strict=True)

@@ -68,5 +68,5 @@ class Results:
 
 def _by_token(rows: Tensor, per_tile: int) -> Tensor:
     """``[kv_heads, tiles, per_tile × group, n]`` as ``[tiles × per_tile, heads, n]``."""
-    rows = rows.unflatten(2, (per_tile, -1))  # [KV, tiles, rows, G, n]
+    rows = torch.unflatten(rows, 2, (per_tile, -1))  # [KV, tiles, rows, G, n]
     return rows.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)

@@ -58,7 +58,7 @@ class Walk:
     def _rows(self, chunk: Chunk) -> Tensor:
         """The chunk's queries as ``[kv_heads, tokens × group, head_dim]``."""
         tokens = self._call.query[chunk.tokens].to(self._dtype)
-        by_head = tokens.unflatten(1, (self._shape.num_kv_heads, -1)).transpose(0, 1)
+        by_head = torch.unflatten(tokens, 1, (self._shape.num_kv_heads, -1)).transpose(0, 1)
         return by_head.flatten(1, 2)  # no copy if there is one token
 
     def _partial(self, chunk: Chunk, query: Tensor, ids: Tensor, start: int, stop: int) -> State:
@@ -77,9 +77,9 @@ class Walk:
         """What is added to the scores of a window; None where every row sees all of it."""
         call = self._call
         last = chunk.position + chunk.tokens.stop - chunk.tokens.start - 1
-        all_seen = stop - 1 <= chunk.position and (
-            call.window is None or start > last - call.window
-        )
+        all_seen = stop - 1 <= chunk.position
+        if call.window is not None:
+            all_seen = all_seen and start > last - call.window
         if all_seen and call.alibi_slopes is None:
             return None
         group = call.query.shape[1] // self._shape.num_kv_heads
@@ -93,8 +93,8 @@ class Walk:
         """Write a chunk's state to the call's results."""
         out, lse = state
         tokens = chunk.tokens.stop - chunk.tokens.start
-        out = out.unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H, D]
-        lse = lse.unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H]
+        out = torch.unflatten(out, 1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H, D]
+        lse = torch.unflatten(lse, 1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H]
         if self._v_factor != 1.0:
             out = out.float() * self._v_factor
         if self._call.sinks is not None:

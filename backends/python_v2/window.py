@@ -87,7 +87,7 @@ class WindowReader:
             blocks, skip = blocks.narrow(1, skip, stop - start), 0
         shape = (last - first + 1, blocks.shape[1])
         gathered = self._scratch[: shape[0] * shape[1]]
-        target = _with_elements_of(blocks, gathered.unflatten(0, shape))
+        target = _with_elements_of(blocks, torch.unflatten(gathered, 0, shape))
         torch.index_select(blocks, 0, ids[first : last + 1], out=target)
         gathered = gathered[skip : skip + stop - start].view(self._cache_dtype)
         if self._converted is not None:
@@ -101,4 +101,4 @@ def _with_elements_of(blocks: Tensor, scratch: Tensor) -> Tensor:
     """View the scratch in the elements of `blocks`: of 16 bytes, or in groups."""
     if blocks.dtype != scratch.dtype:
         return scratch.view(blocks.dtype)
-    return scratch.unflatten(-1, blocks.shape[3:]) if blocks.dim() == 5 else scratch
+    return torch.unflatten(scratch, -1, blocks.shape[3:]) if blocks.dim() == 5 else scratch
