@@ -1,0 +1,72 @@
+"""The road for host data: lengths are known, so no key is gathered that no query sees.
+
+`plan` cuts the call into parts; here each part's windows are walked by one core with its own
+scratch, and the parts' states are merged when a chunk's last one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pagedattn.backends.layouts import CacheShape, read_shape
+from pagedattn.backends.protocol import Call
+from pagedattn.backends.python_v2.cpu_threads import run_on_cores
+from pagedattn.backends.python_v2.plan import Part, plan_sequence
+from pagedattn.backends.python_v2.walk import Walk
+
+# below this many keys' bytes the threads cost more than they bring
+THREADS_FROM_BYTES = 4 << 20
+
+
+def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
+    """Attention for a call on a CPU.
+
+    Parameters
+    ----------
+    lengths : what `call.seq_lens` holds
+    """
+    shape = read_shape(call.value_cache, call.kv_layout)
+    starts = call.host_query_start or list(range(len(lengths) + 1))
+    _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
+    bad = _names_missing_blocks(call, shape, lengths)
+    parts: list[Part] = []
+    for sequence, length in enumerate(lengths):
+        tokens = slice(starts[sequence], starts[sequence + 1])
+        if bad[sequence]:
+            _fill(call, tokens, torch.nan, torch.nan)
+            continue
+        # tokens at positions below 0 see nothing
+        first = min(tokens.stop, max(tokens.start, tokens.stop - length))
+        _fill(call, slice(tokens.start, first), 0.0, -torch.inf)
+        parts += plan_sequence(call, shape, sequence, slice(first, tokens.stop), length)
+
+    def work(parts: Iterator[Part]) -> None:
+        walk = Walk(call, shape)
+        for part in parts:
+            walk.run(part)
+
+    key_bytes = 2 * shape.num_kv_heads * shape.head_dim * call.key_cache.dtype.itemsize
+    if key_bytes * sum(part.num_keys for part in parts) >= THREADS_FROM_BYTES:
+        run_on_cores(work, parts)
+    else:
+        work(iter(parts))
+
+
+def _fill(call: Call, tokens: slice, out: float, lse: float) -> None:
+    if tokens.start == tokens.stop:
+        return
+    call.out[tokens] = out
+    if call.lse is not None:
+        call.lse[tokens] = lse
+
+
+def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> list[bool]:
+    """Of each sequence, whether a block within its length is not in the cache or the table."""
+    blocks = [-(-length // shape.block_size) for length in lengths]
+    tables = call.block_tables[:, : max(blocks, default=0)]
+    outside = (tables < 0) | (tables >= shape.num_blocks)
+    used = torch.arange(tables.shape[1]) < torch.tensor(blocks).unsqueeze(-1)
+    missing = (outside & used).any(dim=1).tolist()
+    return [bad or n > tables.shape[1] for bad, n in zip(missing, blocks, strict=True)]

@@ -1,0 +1,72 @@
+"""Writing tiles of results to the call's own, without knowing on the host which rows exist."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.protocol import Call
+from pagedattn.backends.python_v2.sinks import add_sinks
+from pagedattn.backends.python_v2.tiles import Tiles
+
+
+class Results:
+    """The results of a call.
+
+    Where tiles can hold rows that do not exist, these are written to one row more than the
+    call has tokens, and a token that no tile holds keeps what it was given at the start.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+        if call.query_start_loc is not None:
+            rows, heads, dim = call.query.shape
+            self._out = call.out.new_zeros((rows + 1, heads, dim))
+            if call.lse is not None:
+                self._lse = call.lse.new_full((rows + 1, heads), -torch.inf)
+
+    def write(self, tiles: Tiles, out: Tensor, lse: Tensor, bad: Tensor) -> None:
+        """Add the sinks and write the rows of some tiles.
+
+        Parameters
+        ----------
+        out : float32 ``[kv_heads, tiles, rows × group, head_dim]``
+        lse : float32 ``[kv_heads, tiles, rows × group]``
+        bad : bool ``[tiles]``: these tiles' rows become NaN
+        """
+        out = _by_token(out, tiles.rows)  # [tiles × rows, H, D]
+        lse = _by_token(lse.unsqueeze(-1), tiles.rows).squeeze(-1)  # [tiles × rows, H]
+        if self._call.sinks is not None:
+            out, lse = add_sinks(out, lse, self._call.sinks)
+        bad_rows = bad.repeat_interleave(tiles.rows, output_size=out.shape[0])
+        out = out.masked_fill(bad_rows[:, None, None], torch.nan).to(self._call.out.dtype)
+        lse = lse.masked_fill(bad_rows[:, None], torch.nan)
+        if self._out is None:
+            self._write_in_place(tiles, out, lse)
+            return
+        tokens = tiles.token.flatten()
+        self._out.index_copy_(0, tokens, out)
+        if self._lse is not None:
+            self._lse.index_copy_(0, tokens, lse)
+
+    def _write_in_place(self, tiles: Tiles, out: Tensor, lse: Tensor) -> None:
+        """A token a sequence: the tiles are the tokens, in order."""
+        rows = slice(tiles.start, tiles.start + len(tiles))
+        self._call.out[rows] = out
+        if self._call.lse is not None:
+            self._call.lse[rows] = lse
+
+    def finish(self) -> None:
+        """Leave everything in ``call.out`` and ``call.lse``."""
+        if self._out is not None:
+            self._call.out.copy_(self._out[:-1])
+        if self._lse is not None and self._call.lse is not None:
+            self._call.lse.copy_(self._lse[:-1])
+
+
+def _by_token(rows: Tensor, per_tile: int) -> Tensor:
+    """``[kv_heads, tiles, per_tile × group, n]`` as ``[tiles × per_tile, heads, n]``."""
+    rows = torch.unflatten(rows, 2, (per_tile, -1))  # [KV, tiles, rows, G, n]
+    return rows.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
