@@ -1,5 +1,6 @@
 """One implementation each. A backend imports neither the dispatcher nor another backend.
 
 What they share: `protocol` (the call they receive), `facts` (the machine they run on),
-`errors`, `layouts` (how a cache is laid out) and `states` (the one merge).
+`platform_rules` (what a device's name means), `errors`, `layouts` (how a cache is laid out),
+`kv_write` (the write into it) and `states` (the one merge).
 """
