@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from pagedattn import hard_problems, registry, verdicts, verify_child
+from pagedattn import device_loss, hard_problems, registry, verdicts, verify_child
 from pagedattn.backends.errors import DeviceError, VerificationError
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Backend, Call, Problem, Runner
@@ -38,9 +39,9 @@ def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
     BackendUnavailable, BuildError
         If it does not load.
     VerificationError
-        If it ran and was wrong, or died, now or when the kept verdict was made.
+        If it ran and was wrong, or failed or died, now or when the kept verdict was made.
     DeviceError
-        If it hung and the device must not be touched again.
+        If it hung, so that the device must not be touched again, or lost the device.
     """
     if is_off():
         return backend.load(problem)
@@ -53,23 +54,48 @@ def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
         )
     runner = backend.load(problem)
     if kept is None:
-        _prove(backend, runner, problem, facts, mark)
+        outcome, detail = prove(backend, runner, problem, facts, mark)
+        if outcome != "ok":
+            raise VerificationError(detail, mark)
     return runner
 
 
-def _prove(
-    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, object]
-) -> None:
+def prove(
+    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, Any]
+) -> tuple[str, str]:
+    """Judge a backend where it is safe to, and keep the verdict under the fingerprint `mark`.
+
+    Returns
+    -------
+    (str, str)
+        An outcome (ok, wrong, error, signal; timeout on a CPU only) and its detail.
+
+    Raises
+    ------
+    DeviceError
+        If it hung on a device, or lost it.
+    """
     if facts.vendor == "corex" or choice("PAGEDATTN_VERIFY") == "child":
         outcome, detail = verify_child.run(backend, problem)
     else:
-        outcome, detail = judge(runner, problem)
-    if outcome != "error":  # an exception may have a passing cause, such as a full card
+        outcome, detail = _judge_here(backend, runner, problem)
+    hung = outcome == "timeout" and problem.device_type != "cpu"
+    # What may have a passing cause (a full card, a busy host) is not held against it for good.
+    if outcome in ("ok", "wrong", "signal") or hung or device_loss.is_sticky(detail):
         verdicts.write(mark, outcome, detail)
-    if outcome == "timeout":
+    if hung:
         raise DeviceError(f"{detail}; {problem.device} is not touched again by this process", mark)
-    if outcome != "ok":
-        raise VerificationError(detail, mark)
+    return outcome, detail
+
+
+def _judge_here(backend: Backend, runner: Runner, problem: Problem) -> tuple[str, str]:
+    try:
+        return judge(runner, problem)
+    except DeviceError:
+        raise
+    except Exception as error:  # a backend may raise anything; what it raised is the verdict
+        device_loss.raise_if_sticky(error, backend.name, problem.device)
+        return "error", f"it failed in its proof: {type(error).__name__}: {error}"
 
 
 def judge(runner: Runner, problem: Problem) -> tuple[str, str]:

@@ -31,13 +31,7 @@ def run(backend: Backend, problem: Problem) -> tuple[str, str]:
     VerificationError
         If the backend cannot be sent to another process.
     """
-    try:
-        payload = pickle.dumps((sys.path, pickle.dumps((backend, problem))))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise VerificationError(
-            f"{backend.name} cannot be verified in a child process, since it cannot be pickled "
-            f"({error}); define its class in a module, or set PAGEDATTN_VERIFY=auto"
-        ) from error
+    payload = _payload(backend, problem)
     with tempfile.TemporaryDirectory(prefix="pagedattn-") as folder:
         result = Path(folder) / "verdict.json"
         log = Path(folder) / "log"
@@ -47,6 +41,8 @@ def run(backend: Backend, problem: Problem) -> tuple[str, str]:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # a child that bound at import would start a child in its turn
+                env={k: v for k, v in os.environ.items() if k != "PAGEDATTN_EAGER"},
                 start_new_session=True,
             )
         try:
@@ -55,6 +51,20 @@ def run(backend: Backend, problem: Problem) -> tuple[str, str]:
             _end(child)
             return "timeout", f"{backend.name} gave no answer within {DEADLINE_S:g} s"
         return _outcome(backend, child.returncode, result, log)
+
+
+def _payload(backend: Backend, problem: Problem) -> bytes:
+    """`sys.path`, and what it takes that path to unpickle."""
+    name = type(backend).__module__
+    try:
+        if name == "__main__":
+            raise TypeError("its class is defined in the script that is running")
+        return pickle.dumps((sys.path, pickle.dumps((backend, problem))))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise VerificationError(
+            f"{backend.name} cannot be sent to the child process that proves it ({error}); "
+            "define its class in a module of its own, with plain attributes"
+        ) from error
 
 
 # The child's path must be set before anything of ours is imported.
@@ -71,11 +81,11 @@ def answer(inner: bytes, result: str) -> None:
     """The child's side: judge, and write the verdict to the file `result`."""
     from pagedattn import verify
 
-    backend, problem = pickle.loads(inner)
     try:
+        backend, problem = pickle.loads(inner)
         outcome, detail = verify.judge(backend.load(problem), problem)
     except Exception as error:  # whatever it is, it is the verdict
-        outcome, detail = "error", f"{type(error).__name__}: {error}"
+        outcome, detail = "error", f"it failed in its proof: {type(error).__name__}: {error}"
     Path(result).write_text(json.dumps([outcome, detail]))
 
 
