@@ -65,9 +65,8 @@ def bind(
     where = default_device() if device is None else usable_device(device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
     require_layout(kv_layout)
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
-             "block_size": block_size}  # fmt: skip
-    for name, size in sizes.items():
+    for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
+                       ("head_dim", head_dim), ("block_size", block_size)):  # fmt: skip
         check_number(name, size, above=0, kind=numbers.Integral)
     check_head_counts(num_heads, num_kv_heads)
     known = [f.name for f in fields(Problem) if f.name not in _NAMED]
@@ -81,8 +80,11 @@ def bind(
         device=str(where),
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
         kv_layout=kv_layout,
-        **sizes,
         **features,
     )
     return chain.binding_for(problem, backend)

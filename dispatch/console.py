@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 _WIDEST = 100  # longer lines are hard to read, however wide the terminal
@@ -36,3 +40,30 @@ def print_field(console: Console, label: str, text: str, *, indent: int, style: 
     for i, line in enumerate(lines or [""]):
         head = (label if i == 0 else "").ljust(indent)
         print_text(console, (head, "bold" if i == 0 else ""), (line, style))
+
+
+class Steps:
+    """Progress bars for steps that turn out slow: each appears after a second, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextlib.contextmanager
+    def step(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A step of `total` parts; yields the function to call after some parts are done."""
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+            console=self.console, transient=True, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        task = bar.add_task(description, total=total)
+        began = time.perf_counter()
+
+        def advance(parts: int) -> None:
+            bar.advance(task, parts)
+            if time.perf_counter() - began > 1:
+                bar.start()
+
+        try:
+            yield advance
+        finally:
+            bar.stop()

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pagedattn.backends.errors import VerificationError
 from pagedattn.backends.protocol import Backend, Problem
@@ -23,8 +25,8 @@ from pagedattn.backends.protocol import Backend, Problem
 DEADLINE_S = 120.0
 
 
-def run(backend: Backend, problem: Problem) -> tuple[str, str]:
-    """Judge `backend` in a child: an outcome (ok, wrong, error, signal, timeout) and a detail.
+def run(backend: Backend, problem: Problem) -> Sequence[Any]:
+    """Judge `backend` in a child; returns the fields of a `pagedattn.verify.Verdict`.
 
     Raises
     ------
@@ -83,16 +85,18 @@ def answer(inner: bytes, result: str) -> None:
 
     try:
         backend, problem = pickle.loads(inner)
-        outcome, detail = verify.judge(backend.load(problem), problem)
+        verdict = verify.judge(backend.load(problem), problem)
     except Exception as error:  # whatever it is, it is the verdict
-        outcome, detail = "error", f"it failed in its proof: {type(error).__name__}: {error}"
-    Path(result).write_text(json.dumps([outcome, detail]))
+        detail = f"it failed in its proof: {type(error).__name__}: {error}"
+        verdict = verify.Verdict("error", detail)
+    Path(result).write_text(json.dumps(verdict))
 
 
-def _outcome(backend: Backend, code: int, result: Path, log: Path) -> tuple[str, str]:
-    if result.exists():
-        outcome, detail = json.loads(result.read_text())
-        return outcome, detail
+def _outcome(backend: Backend, code: int, result: Path, log: Path) -> Sequence[Any]:
+    # a child that was right and then died on its way out was not right
+    if code == 0 and result.exists():
+        verdict: list[Any] = json.loads(result.read_text())
+        return verdict
     tail = log.read_text(errors="replace").strip()[-500:]
     said = f"; its last words: {tail}" if tail else ""
     if code < 0:
