@@ -24,9 +24,11 @@ from pagedattn.backends.errors import (
     VerificationError,
 )
 from pagedattn.binding import bind
-from pagedattn.chain import Binding, Candidate, use_backend
+from pagedattn.binding import bind_at_import as _bind_at_import
+from pagedattn.chain import Binding, Candidate
 from pagedattn.registry import register_backend
 from pagedattn.report import capability_report
+from pagedattn.request import use_backend
 
 __all__ = [
     "BackendUnavailable",
@@ -56,5 +58,5 @@ except _PackageNotFoundError:  # run from a source tree that is not installed
 
 _settings.warn_of_unknown_variables()
 _settings.configure_logging()
-if _settings.switch("PAGEDATTN_EAGER"):
-    bind()
+if _settings.eager():
+    _bind_at_import()

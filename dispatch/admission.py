@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import arguments, chain, contents
+from pagedattn import arguments, chain, contents, request
 from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Call, KVLayout
 from pagedattn.settings import switch
@@ -69,7 +69,7 @@ def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     """Validate, bind and run; the body of `paged_attention`."""
     spec = a.backend
     if spec is None:
-        spec = chain.forced.get()
+        spec = request.forced.get()
     if spec is None:
         spec = os.environ.get("PAGEDATTN_BACKEND")
     key: tuple[Any, ...] | None

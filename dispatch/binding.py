@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from pagedattn import chain
-from pagedattn.arguments import check_head_counts, require_layout
+from pagedattn.arguments import check_head_counts, check_number, require_layout
+from pagedattn.backends.errors import PagedAttnError
 from pagedattn.backends.protocol import KVLayout, Problem
+from pagedattn.settings import nearest
 
 
 def bind(
@@ -53,15 +57,25 @@ def bind(
 
     Raises
     ------
+    ValueError, TypeError
+        For a device that cannot be used, or sizes or fields that mean nothing.
     BackendUnavailable, BuildError, VerificationError, DeviceError
         As `paged_attention` would.
     """
-    where = default_device() if device is None else torch.device(device)
-    if str(where) == "cuda":  # no index: the current one
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = default_device() if device is None else usable_device(device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
     require_layout(kv_layout)
+    for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
+                       ("head_dim", head_dim), ("block_size", block_size)):  # fmt: skip
+        check_number(name, size, above=0, kind=numbers.Integral)
     check_head_counts(num_heads, num_kv_heads)
+    known = [f.name for f in fields(Problem) if f.name not in _NAMED]
+    for name in features:
+        if name not in known:
+            raise TypeError(
+                f"{name} is no field of a problem{nearest(name, known)}; valid are "
+                f"{', '.join(known)}"
+            )
     problem = Problem(
         device=str(where),
         dtype=dtype,
@@ -76,8 +90,55 @@ def bind(
     return chain.binding_for(problem, backend)
 
 
+_NAMED = ("device", "dtype", "kv_dtype", "num_heads", "num_kv_heads", "head_dim", "block_size",
+          "kv_layout")  # fmt: skip
+
+
+def bind_at_import() -> None:
+    """What ``PAGEDATTN_EAGER=1`` asks for: `bind` the reference sizes on the default device.
+
+    Raises
+    ------
+    PagedAttnError
+        Of the kind that `bind` raised, saying that the variable asked for it.
+    """
+    try:
+        bind()
+    except PagedAttnError as error:
+        told = f"PAGEDATTN_EAGER=1 asks for a binding at import, and there is none: {error}"
+        raise type(error)(told, error.record) from error
+
+
 def default_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU. Initialises CUDA."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """`device` as tensors on it will name it: a CPU without an index, a GPU with one.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a CPU nor a CUDA device that torch can use now.
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{device!r} is no device: {error}") from error
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if where.type != "cuda":
+        raise ValueError(f"{device} is neither a CPU nor a CUDA device; pagedattn serves those")
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        raise ValueError(
+            f"{device} cannot be used: torch {torch.__version__} ({build}) finds no usable CUDA "
+            "device; `pagedattn report` says what is here"
+        )
+    count = torch.cuda.device_count()
+    if where.index is not None and where.index >= count:
+        raise ValueError(f"{device} does not exist: there are {count}, counted from cuda:0")
+    return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)

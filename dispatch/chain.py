@@ -7,18 +7,16 @@ first that passes all is selected. Every reason is kept, whether it is asked for
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pagedattn import policy, registry
+from pagedattn import device_loss, policy, registry
 from pagedattn.backends.errors import (
     BackendUnavailable,
     BuildError,
+    ConfigurationError,
     DeviceError,
     PagedAttnError,
     VerificationError,
@@ -26,13 +24,10 @@ from pagedattn.backends.errors import (
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Call, Problem, Runner
 from pagedattn.probe import facts as probe_facts
+from pagedattn.request import Request
+from pagedattn.wording import describe
 
 log = logging.getLogger("pagedattn")
-
-#: What `use_backend` asks for in this context.
-forced: contextvars.ContextVar[str | tuple[str, ...] | None] = contextvars.ContextVar(
-    "pagedattn_backend", default=None
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Binding:
     requested: tuple[str, ...] | None  # None: the automatic chain
     candidates: tuple[Candidate, ...]
     runner: Runner = field(repr=False)
-    calls: int = 0
+    calls: int = 0  # threads that share a binding may miscount by a few
 
     def run(self, call: Call) -> None:
         """Run one call.
@@ -67,82 +62,30 @@ class Binding:
         Raises
         ------
         DeviceError
-            If the device reports an error that it does not recover from.
+            If the device reports an error that it does not recover from, or was lost before.
         """
+        if device_loss.lost:
+            device_loss.refuse_if_lost(self.problem.device)
         self.calls += 1
         try:
             self.runner(call)
+        except DeviceError as error:
+            device_loss.lose(self.problem.device, error)
+            raise
         except RuntimeError as error:
-            raise_if_sticky(error, self.backend)
+            device_loss.raise_if_sticky(error, self.backend, self.problem.device)
             raise
 
 
-@dataclass(frozen=True)
-class Request:
-    """Which backends were asked for, and where."""
-
-    names: tuple[str, ...] | None
-    origin: str
-
-    @classmethod
-    def current(cls, argument: str | Sequence[str] | None) -> Request:
-        """The argument if given, else `use_backend`, else ``PAGEDATTN_BACKEND``."""
-        if argument is not None:
-            return cls(parse(argument), f"backend={argument!r}")
-        if (name := forced.get()) is not None:
-            return cls(parse(name), f"use_backend({name!r})")
-        name = os.environ.get("PAGEDATTN_BACKEND", "")
-        return cls(parse(name), f"PAGEDATTN_BACKEND={name}" if name else "the automatic chain")
-
-
-def parse(spec: str | Sequence[str]) -> tuple[str, ...] | None:
-    """A name, comma list or sequence of names as a tuple; None for the automatic chain.
-
-    Raises
-    ------
-    TypeError
-        If it is neither.
-    UnknownBackend
-        If a name is nobody's.
-    """
-    parts = spec.split(",") if isinstance(spec, str) else spec
-    if not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):
-        raise TypeError(f"a backend is a name or a sequence of names, not {spec!r}")
-    names = tuple(part.strip().lower() for part in parts if part.strip())
-    if names in ((), ("auto",)):
-        return None
-    for name in names:
-        registry.get(name)
-    return names
-
-
-@contextlib.contextmanager
-def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
-    """Force a backend, or a chain of them, for the calls of this thread or task in the block.
-
-    Parameters
-    ----------
-    backend : str or sequence of str
-        A name, a comma list or a sequence; ``"auto"`` lifts what an outer block or
-        ``PAGEDATTN_BACKEND`` asks for.
-
-    Raises
-    ------
-    UnknownBackend
-        On entry, if a name is nobody's.
-    """
-    parse(backend)
-    token = forced.set(backend if isinstance(backend, str) else tuple(backend))
-    try:
-        yield
-    finally:
-        forced.reset(token)
-
-
 _bindings: dict[tuple[Problem, tuple[str, ...] | None], Binding] = {}
-_lock = threading.RLock()
+# Candidates that failed a proof or a build, for the report. What failed to build is not built
+# again by this process: the first message is the useful one.
+_failures: dict[tuple[str, Problem], Candidate] = {}
 _resets: list[Callable[[], None]] = []
 _told: set[tuple[str, str]] = set()  # (device, backend) of fallbacks already logged
+# One lock a device: a first call waits for another on its own device and for nothing else. A
+# warm call takes none.
+_locks: dict[str, threading.Lock] = {}
 
 
 def on_reset(callback: Callable[[], None]) -> None:
@@ -151,11 +94,11 @@ def on_reset(callback: Callable[[], None]) -> None:
 
 
 def reset() -> None:
-    """Drop every binding, so that the next call resolves again."""
-    with _lock:
-        _bindings.clear()
-        for callback in _resets:
-            callback()
+    """Drop every binding and every kept failure, so that the next call resolves again."""
+    _bindings.clear()
+    _failures.clear()
+    for callback in _resets:
+        callback()
 
 
 registry.on_change(reset)
@@ -166,6 +109,11 @@ def bindings() -> tuple[Binding, ...]:
     return tuple(_bindings.values())
 
 
+def failures(problem: Problem) -> tuple[Candidate, ...]:
+    """The candidates that failed to load, build or be right for `problem` in this process."""
+    return tuple(c for (_, failed), c in list(_failures.items()) if failed == problem)
+
+
 def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -> Binding:
     """The binding for `problem`, resolved once and by one thread.
 
@@ -174,13 +122,16 @@ def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -
     UnknownBackend, BackendUnavailable, BuildError, VerificationError, DeviceError
         If no candidate of the chain could be bound.
     """
+    if device_loss.lost:
+        device_loss.refuse_if_lost(problem.device)
     request = Request.current(argument)
     key = (problem, request.names)
     binding = _bindings.get(key)
     if binding is None:
-        with _lock:
+        with _locks.setdefault(problem.device, threading.Lock()):
             binding = _bindings.get(key)
             if binding is None:
+                device_loss.refuse_if_lost(problem.device)  # maybe by whom we waited for
                 binding = _bindings[key] = resolve(problem, request, probe_facts())
     return binding
 
@@ -190,33 +141,40 @@ def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
     names = request.names or policy.order(facts.vendor, problem.device_type)
     candidates: list[Candidate] = []
     runner: Runner | None = None
+    selected = ""
     for name in names:
         if runner is not None:
             candidates.append(examine(name, problem, facts))
             continue
         candidate, runner = attempt(name, problem, facts)
         candidates.append(candidate)
+        if runner is not None:
+            selected = name
+            _tell(problem, request, candidates[:-1], selected)
     if runner is None:
         raise unavailable(problem, request, facts, candidates)
-    selected = next(c.name for c in candidates if c.selected)
-    _tell(problem, request, candidates, selected)
     return Binding(problem, selected, request.names, tuple(candidates), runner)
 
 
 def examine(name: str, problem: Problem, facts: Facts) -> Candidate:
-    """The gates that touch nothing: present and supports."""
+    """The gates that touch nothing: present and supports. What a backend raises is a reason."""
     try:
         backend = registry.get(name)
     except BackendUnavailable as error:
-        return Candidate(name, False, reasons=(str(error),), error=error)
-    absent = tuple(backend.not_present_reasons(facts))
-    unsupported = tuple(backend.not_supported_reasons(problem))
+        return Candidate(name, False, reasons=(str(error),), error=_kept(error))
+    try:
+        absent = tuple(backend.not_present_reasons(facts))
+        unsupported = tuple(backend.not_supported_reasons(problem))
+        remedy = backend.remedy(facts) if absent else None
+    except Exception as error:  # somebody else's code may raise anything
+        reason = f"it could not say whether it can serve: {type(error).__name__}: {error}"
+        return Candidate(name, False, reasons=(reason,))
     return Candidate(
         name,
         present=not absent,
         supported=not unsupported,
         reasons=tuple(dict.fromkeys(absent + unsupported)),
-        remedy=backend.remedy(facts) if absent else None,
+        remedy=remedy,
     )
 
 
@@ -231,32 +189,54 @@ def attempt(name: str, problem: Problem, facts: Facts) -> tuple[Candidate, Runne
     # imported here because most of a process's life never verifies anything
     from pagedattn import verify
 
+    earlier = _failures.get((name, problem))
+    if earlier is not None and isinstance(earlier.error, BuildError):
+        return earlier, None
     candidate = examine(name, problem, facts)
     if candidate.reasons:
         return candidate, None
-    backend = registry.get(name)
     try:
-        runner = verify.load_and_verify(backend, problem, facts)
-    except DeviceError:
+        runner = verify.load_and_verify(registry.get(name), problem, facts)
+    except DeviceError as error:
+        device_loss.lose(problem.device, error)
+        raise
+    except ConfigurationError:  # a wrong setting is no fault of this backend
         raise
     except VerificationError as error:
-        return _failed(candidate, error, loadable=True, verified=False), None
+        return _failed(candidate, problem, error, loadable=True), None
     except (BackendUnavailable, BuildError) as error:
-        return _failed(candidate, error, loadable=False), None
+        return _failed(candidate, problem, error, loadable=False), None
     except Exception as error:  # a backend may raise anything; what it raised is the reason
-        raise_if_sticky(error, name)
-        told = BackendUnavailable(f"{type(error).__name__}: {error}")
+        device_loss.raise_if_sticky(error, name, problem.device)
+        told = BackendUnavailable(f"it could not be loaded: {type(error).__name__}: {error}")
         told.__cause__ = error
-        return _failed(candidate, told, loadable=False), None
+        return _failed(candidate, problem, told, loadable=False), None
     verified = None if verify.is_off() else True
     return replace(candidate, loadable=True, verified=verified, selected=True), runner
 
 
 def _failed(
-    candidate: Candidate, error: PagedAttnError, *, loadable: bool, verified: bool | None = None
+    candidate: Candidate, problem: Problem, error: PagedAttnError, *, loadable: bool
 ) -> Candidate:
-    reasons = (*candidate.reasons, str(error))
-    return replace(candidate, loadable=loadable, verified=verified, reasons=reasons, error=error)
+    log.debug("%s failed", candidate.name, exc_info=error)
+    failed = replace(
+        candidate,
+        loadable=loadable,
+        verified=False,
+        reasons=(*candidate.reasons, str(error)),
+        error=_kept(error),
+    )
+    _failures[candidate.name, problem] = failed
+    return failed
+
+
+def _kept(error: PagedAttnError) -> PagedAttnError:
+    """Without tracebacks, whose frames would hold a failed attempt's tensors for good."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def unavailable(
@@ -265,12 +245,12 @@ def unavailable(
     """The error for a chain in which nothing could be bound, with every reason."""
     lines = [f"no backend can serve this call ({request.origin}):"]
     for candidate in candidates:
-        lines += [f"  {candidate.name}: {reason}" for reason in candidate.reasons]
+        lines += [f"  {candidate.name}: {_indent(reason)}" for reason in candidate.reasons]
         if candidate.remedy:
             lines.append(f"  {candidate.name}: to change that: {candidate.remedy}")
+    lines.append(f"the call: {problem.device}, {describe(problem)}")
     if request.names is not None:
-        lines.append(f"  {_advice(problem, request, facts)}")
-    lines.append(f"  the problem was {problem}")
+        lines.append(_advice(problem, request, facts))
     kind: type[PagedAttnError] = BackendUnavailable
     if len(candidates) == 1 and candidates[0].error is not None:
         kind = type(candidates[0].error)
@@ -279,22 +259,24 @@ def unavailable(
     return error
 
 
+def _indent(reason: str) -> str:
+    return reason.replace("\n", "\n    ")
+
+
 def _advice(problem: Problem, request: Request, facts: Facts) -> str:
     for name in policy.order(facts.vendor, problem.device_type):
         if name not in (request.names or ()) and not examine(name, problem, facts).reasons:
-            return f"what could serve here is {name!r}: ask for PAGEDATTN_BACKEND={name}, or auto"
+            return f"to go on here: PAGEDATTN_BACKEND={name} (or auto, which picks what can serve)"
     return "nothing else in the automatic chain could serve it either"
 
 
-def _tell(
-    problem: Problem, request: Request, candidates: Sequence[Candidate], selected: str
-) -> None:
+def _tell(problem: Problem, request: Request, lost: Sequence[Candidate], selected: str) -> None:
     """Say once per device what was bound and who lost, and why."""
     if (problem.device, selected) in _told:
         return
     _told.add((problem.device, selected))
-    lost = [c for c in candidates if c.reasons and not c.selected]
     why = "; ".join(f"{c.name}: {', '.join(c.reasons)}" for c in lost)
+    # on a CPU there is nothing faster to miss
     level = logging.WARNING if lost and problem.device_type != "cpu" else logging.INFO
     log.log(
         level,
@@ -304,30 +286,3 @@ def _tell(
         request.origin,
         f"; passed over: {why}" if why else "",
     )
-
-
-_STICKY = (
-    "illegal memory access",
-    "misaligned address",
-    "device-side assert",
-    "illegal instruction",
-    "unspecified launch failure",
-    "hardware stack error",
-    "invalid program counter",
-    "invalid address space",
-    "the launch timed out",
-    "uncorrectable ecc",
-    "device is lost",
-)
-
-
-def raise_if_sticky(error: BaseException, backend: str) -> None:
-    """Turn an error that a device does not recover from into a `DeviceError`."""
-    text = str(error).lower()
-    if any(sign in text for sign in _STICKY):
-        raise DeviceError(
-            f"the device is lost to this process: {backend} failed with: {error}\n"
-            "No call on it can succeed any more; restart the process. "
-            "PAGEDATTN_BACKEND chooses another backend there.",
-            backend,
-        ) from error

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from pagedattn import __version__, demo, report_text, verify_command
-from pagedattn.backends.errors import PagedAttnError
+from pagedattn.backends.errors import (
+    BackendUnavailable,
+    BuildError,
+    ConfigurationError,
+    PagedAttnError,
+    VerificationError,
+)
 from pagedattn.backends.layouts import LAYOUTS
 from pagedattn.binding import bind
 from pagedattn.report import capability_report
+
+log = logging.getLogger("pagedattn")
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (0 done, 1 failed, 2 wrong usage)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII locale has no × and no µ
+            stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-    except (PagedAttnError, ValueError, MemoryError) as error:
-        print(f"pagedattn: {error or type(error).__name__}", file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read us has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (PagedAttnError, ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
+        log.debug("the command failed", exc_info=True)
+        print(f"pagedattn: {str(error) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -73,21 +92,28 @@ def _positive(text: str) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    # With no GPU there is nothing that trying could hurt, so the states need not stay open.
-    failed: str | None = None
-    if arguments.bind or capability_report()["host"].get("vendor") == "cpu":
-        try:
-            bind()
-        except Exception as error:  # the report always prints: this goes into it
-            failed = f"binding failed: {type(error).__name__}: {error}"
     report = capability_report()
-    if failed:
-        report["notes"].append(failed)
+    # With no GPU there is nothing that trying could hurt, so the states need not stay open.
+    if arguments.bind or report["host"].get("vendor") == "cpu":
+        failed = _try_to_bind()
+        report = capability_report()
+        report["notes"] += [told for told in failed if told not in report["notes"]]
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2, default=str))
     else:
         report_text.show(report)
     return 0
+
+
+def _try_to_bind() -> list[str]:
+    """What went wrong, in a sentence, unless the report says it already."""
+    try:
+        bind()
+    except (BackendUnavailable, BuildError, VerificationError, ConfigurationError):
+        return []  # each backend's row says why, and the notes name a wrong setting
+    except Exception as error:  # the report always prints: this goes into it
+        return [f"binding failed: {type(error).__name__}: {error}"]
+    return []
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -37,3 +37,9 @@ ORDER: dict[Vendor, tuple[Entry, ...]] = {
 def order(vendor: Vendor, device_type: str) -> tuple[str, ...]:
     """Backend names in the order in which the automatic chain tries them."""
     return tuple(entry.name for entry in ORDER["cpu" if device_type == "cpu" else vendor])
+
+
+def reason(name: str, vendor: Vendor, device_type: str) -> str | None:
+    """Why the automatic chain has `name` where it has it; None if it is not in it."""
+    entries = ORDER["cpu" if device_type == "cpu" else vendor]
+    return next((entry.reason for entry in entries if entry.name == name), None)

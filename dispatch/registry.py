@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from pagedattn.backends.errors import BackendUnavailable, UnknownBackend
 from pagedattn.backends.protocol import Backend
@@ -47,8 +48,19 @@ def get(name: str) -> Backend:
     """
     with _lock:
         if name not in _instances:
-            _instances[name] = _load(name)
+            made = _load(name)
+            # importing it may have registered it
+            _instances.setdefault(name, made)
         return _instances[name]
+
+
+def require_known(name: str) -> None:
+    """Raise `UnknownBackend`, naming the nearest, if nobody registered `name`. Imports nothing."""
+    if name not in _BUILTIN and name not in _instances and name not in names():
+        raise UnknownBackend(
+            f"no backend is called {name!r}{nearest(name, names())}; "
+            f"valid are {', '.join(names())}, or auto"
+        )
 
 
 def register_backend(backend: Backend) -> None:
@@ -67,7 +79,7 @@ def register_backend(backend: Backend) -> None:
     TypeError
         If a member is missing.
     ValueError
-        If the name is one of pagedattn's own, or no plain word.
+        If the name is one of pagedattn's own, or no plain word in lower case.
     """
     _check(backend)
     if backend.name in _BUILTIN:
@@ -83,38 +95,36 @@ def on_change(callback: Callable[[], None]) -> None:
     _on_change.append(callback)
 
 
-def _points() -> list[importlib.metadata.EntryPoint]:
+def _points() -> list[EntryPoint]:
     return [p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name not in _BUILTIN]
 
 
 def _load(name: str) -> Backend:
+    require_known(name)
     if name in _BUILTIN:
         module, attribute = _BUILTIN[name]
-        builtin: Backend = getattr(importlib.import_module(module), attribute)()
-        return builtin
-    for point in _points():
-        if point.name == name:
-            return _from_entry_point(point)
-    raise UnknownBackend(
-        f"no backend is called {name!r}{nearest(name, names())}; "
-        f"valid are {', '.join(names())}, or auto"
-    )
+        return _made(name, f"{module}:{attribute}", lambda: _builtin(module, attribute))
+    point = next(p for p in _points() if p.name == name)
+    return _made(name, f"the entry point {point.name} = {point.value}", point.load)
 
 
-def _from_entry_point(point: importlib.metadata.EntryPoint) -> Backend:
+def _builtin(module: str, attribute: str) -> Any:
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _made(name: str, origin: str, load: Callable[[], Any]) -> Backend:
     try:
-        made = point.load()
+        made = load()
         backend: Backend = made() if isinstance(made, type) else made
         _check(backend)
-    except Exception as error:  # somebody else's code: whatever it raises is the reason
+    except Exception as error:  # an import may raise anything; what it raised is the reason
         raise BackendUnavailable(
-            f"the entry point {point.name} = {point.value} gives no backend: "
-            f"{type(error).__name__}: {error}"
+            f"{origin} gives no backend: {type(error).__name__}: {error}"
         ) from error
-    if backend.name != point.name:
+    if backend.name != name:
         raise BackendUnavailable(
-            f"the entry point {point.name} = {point.value} gives a backend that calls itself "
-            f"{backend.name!r}; the two names must be equal"
+            f"{origin} gives a backend that calls itself {backend.name!r}; "
+            "the two names must be equal"
         )
     return backend
 
@@ -130,5 +140,9 @@ def _check(backend: Backend) -> None:
             f"{type(backend).__name__} is no backend: it lacks {', '.join(missing)} "
             "(see pagedattn.backends.protocol.Backend)"
         )
-    if not isinstance(backend.name, str) or not backend.name.replace("-", "_").isidentifier():
-        raise ValueError(f"a backend's name must be a plain word, not {backend.name!r}")
+    name = backend.name
+    plain = isinstance(name, str) and name.replace("-", "_").isidentifier() and name.islower()
+    if not plain or name == "auto":
+        raise ValueError(
+            f"a backend's name must be a plain word in lower case, and not auto: {name!r}"
+        )

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from pagedattn import chain, policy, settings
+import pagedattn
+from pagedattn import chain, device_loss, policy, settings, verdicts
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Problem
 from pagedattn.probe import facts as probe_facts
+from pagedattn.request import Request
+from pagedattn.wording import describe
+
+_OURS = ("cuda", "triton", "torch")
+_NO_CHAIN: dict[str, Any] = {"requested": None, "resolved": None, "origin": None, "order": [],
+                             "problem": None}  # fmt: skip
 
 
 def capability_report() -> dict[str, Any]:
@@ -31,21 +38,22 @@ def capability_report() -> dict[str, Any]:
         counts), ``environment`` and ``notes`` (what could not be learned). Fit for JSON.
     """
     notes: list[str] = []
-    facts = _guarded("probe", probe_facts, notes)
-    report: dict[str, Any] = {
-        "host": _guarded("host", lambda: _host(facts), notes) if facts else {},
-        "devices": [asdict(d) for d in facts.devices] if facts else [],
-        "backends": [],
-        "chain": {"requested": None, "resolved": None, "origin": None, "bindings": []},
+    facts = _guarded("the machine", probe_facts, notes)
+    host = _guarded("the host", lambda: _host(facts), notes) if facts else None
+    devices = _guarded("the devices", lambda: [asdict(d) for d in facts.devices], notes)
+    listed = _guarded("the chain", lambda: _chain(facts, notes), notes) if facts else None
+    rows, summary = listed or ([_unknown(name) for name in _OURS], _NO_CHAIN)
+    bound = _guarded("the bindings", lambda: [_bound(b) for b in chain.bindings()], notes)
+    notes += facts.notes if facts else ()
+    notes += _guarded("the settings", _remarks, notes) or ()
+    return {
+        "host": {"pagedattn": pagedattn.__version__, **(host or {})},
+        "devices": devices or [],
+        "backends": rows,
+        "chain": {**summary, "bindings": bound or []},
         "environment": _environment(),
-        "notes": notes,
+        "notes": list(dict.fromkeys(notes)),
     }
-    if facts:
-        problem = reference_problem(facts)
-        report["backends"], report["chain"] = _chain(problem, facts, notes)
-        notes += facts.notes
-    notes += settings.unknown_variables()
-    return report
 
 
 def reference_problem(facts: Facts) -> Problem:
@@ -74,48 +82,56 @@ def _environment() -> dict[str, str]:
     return {n: v for n, v in sorted(os.environ.items()) if n.startswith(settings.PREFIX)}
 
 
-def _chain(
-    problem: Problem, facts: Facts, notes: list[str]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    request = _guarded("the requested chain", lambda: chain.Request.current(None), notes)
+def _remarks() -> list[str]:
+    """What about the settings, and about this process, a reader of the report should know."""
+    remarks = settings.unknown_variables() + settings.invalid_values()
+    if os.environ.get("PAGEDATTN_VERIFY", "").strip().lower() == "off":
+        remarks.append("PAGEDATTN_VERIFY=off: backends are bound without being proved right")
+    if verdicts.not_kept:
+        remarks.append(verdicts.not_kept)
+    remarks += [str(error).replace("\n", " ") for error in device_loss.lost.values()]
+    return remarks
+
+
+def _chain(facts: Facts, notes: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    problem = reference_problem(facts)
+    request = _guarded("the chain asked for", lambda: Request.current(None), notes)
     wanted = request.names if request else None
     order = wanted or policy.order(facts.vendor, problem.device_type)
-    known = [e.name for e in policy.ORDER[facts.vendor]]
     rows = []
     selected: str | None = None
-    for name in dict.fromkeys([*order, *known, "cuda", "triton", "torch"]):
+    for name in dict.fromkeys([*order, *_OURS]):
         candidate = _guarded(name, partial(_candidate, name, problem, facts), notes)
-        if candidate is None:
-            continue
-        row = _row(candidate)
-        row["selected"] = bool(
-            request and name in order and selected is None and not candidate.reasons
-        )
-        if row["selected"]:
-            selected = name
+        row = _row(candidate) if candidate else _unknown(name)
+        if not row["reasons"] and name in order and request and selected is None:
+            row["selected"], selected = True, name
         elif not row["reasons"]:
-            row["reasons"] = [f"{selected} comes before it in the chain" if name in order
-                              else "it is not in the chain asked for"]  # fmt: skip
+            row["reasons"] = [_passed_over(name, order, selected)]
+        row["policy"] = policy.reason(name, facts.vendor, problem.device_type)
         rows.append(row)
     summary = {
-        "requested": list(wanted) if wanted else "auto",
+        "requested": list(wanted) if wanted else "auto" if request else None,
         "resolved": selected,
         "origin": request.origin if request else None,
         "order": list(order),
-        "bindings": [
-            {"backend": b.backend, "calls": b.calls, "problem": _plain(b.problem)}
-            for b in chain.bindings()
-        ],
+        "problem": f"{problem.device}, {describe(problem)}",
     }
     return rows, summary
 
 
+def _passed_over(name: str, order: Sequence[str], selected: str | None) -> str:
+    if name not in order:
+        return "it is not in the chain asked for"
+    return f"{selected} comes before it" if selected else "the chain asked for is not known"
+
+
 def _candidate(name: str, problem: Problem, facts: Facts) -> chain.Candidate:
     """What a binding found out about it, else what can be said without trying."""
-    for binding in reversed(chain.bindings()):
-        for candidate in binding.candidates:
-            if candidate.name == name and candidate.loadable is not None:
-                return candidate
+    of_problem = [b for b in chain.bindings() if b.problem == problem]
+    tried = [c for b in of_problem for c in b.candidates] + list(chain.failures(problem))
+    for candidate in reversed(tried):
+        if candidate.name == name and candidate.loadable is not None:
+            return candidate
     return chain.examine(name, problem, facts)
 
 
@@ -125,8 +141,26 @@ def _row(candidate: chain.Candidate) -> dict[str, Any]:
         "present": candidate.present,
         "loadable": candidate.loadable if candidate.present else False,
         "verified": candidate.verified if candidate.present else False,
+        "selected": False,
         "reasons": list(candidate.reasons),
         "remedy": candidate.remedy,
+    }
+
+
+def _unknown(name: str) -> dict[str, Any]:
+    states = dict.fromkeys(("present", "loadable", "verified"))
+    reasons = ["nothing could be learned about it; the notes say why"]
+    return {"name": name, **states, "selected": False, "reasons": reasons, "remedy": None}
+
+
+def _bound(binding: chain.Binding) -> dict[str, Any]:
+    return {
+        "backend": binding.backend,
+        "requested": list(binding.requested) if binding.requested else "auto",
+        "calls": binding.calls,
+        "described": f"{binding.problem.device}, {describe(binding.problem)}",
+        "problem": _plain(binding.problem),
+        "passed_over": {c.name: list(c.reasons) for c in binding.candidates if not c.selected},
     }
 
 

@@ -5,52 +5,69 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+
+from pagedattn.console import make_console, print_field, print_text
 
 STATES = ("present", "loadable", "verified", "selected")
-_WORDS = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}
+_WORDS = {True: ("yes", "green"), False: ("no", "red"), None: ("?", "yellow")}
+_INDENT = 11
+_COLUMN = 10
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a report made by `capability_report`."""
-    console = console or Console(highlight=False, soft_wrap=False)
+    console = console or make_console()
     _show_host(report, console)
-    _show_backends(report, console)
+    _show_backends(report["backends"], console)
     _show_chain(report["chain"], console)
+    if report["environment"] or report["notes"]:
+        print_text(console)
     for name, value in report["environment"].items():
-        console.print(f"{name}={escape(value)}")
+        print_field(console, "set", f"{name}={value}", indent=_INDENT)
     for note in report["notes"]:
-        console.print(f"[yellow]note[/] {escape(note)}")
+        print_field(console, "note", note, indent=_INDENT, style="yellow")
 
 
 def _show_host(report: dict[str, Any], console: Console) -> None:
     host = report["host"]
-    table = Table.grid(padding=(0, 2))
-    if host:
-        torch, triton, compiler = host["torch"], host["triton"], host["compiler"]
-        build = f"CUDA {torch['cuda']}" if torch["cuda"] else "no CUDA"
-        table.add_row("host", escape(f"{host['system']}, Python {host['python']}"))
-        table.add_row("torch", escape(f"{torch['installed_version'] or torch['version']}, {build}"))
-        table.add_row("triton", escape(_triton(triton)))
-        table.add_row("compiler", escape(_compiler(compiler)))
-    for device in report["devices"]:
-        table.add_row(f"device {device['index']}", escape(_device(device)))
+    print_text(console, (f"pagedattn {host['pagedattn']}", "bold"))
+    fields = _software(host) if "torch" in host else []
+    fields += [(f"device {d['index']}", _device(d)) for d in report["devices"]]
     if not report["devices"]:
-        table.add_row("devices", "no GPU found" if host.get("vendor") == "cpu" else "not known yet")
-    console.print(table)
-    console.print()
+        none = "no GPU found" if host.get("vendor") == "cpu" else "not known yet"
+        fields.append(("devices", none))
+    for label, text in fields:
+        print_field(console, label, text, indent=_INDENT)
+    print_text(console)
+
+
+def _software(host: dict[str, Any]) -> list[tuple[str, str]]:
+    torch = host["torch"]
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "no CUDA"
+    fields = [
+        ("host", f"{host['system']}, Python {host['python']}"),
+        ("torch", f"{torch['installed_version'] or torch['version']}, {build}"),
+    ]
+    if host["corex_version"] or host["corex_root"]:
+        at = f" at {host['corex_root']}" if host["corex_root"] else ""
+        fields.append(("CoreX", f"{host['corex_version'] or 'of unknown version'}{at}"))
+    if host["driver"]:
+        serves = f", serves CUDA {host['driver_cuda']}" if host["driver_cuda"] else ""
+        fields.append(("driver", host["driver"] + serves))
+    return [*fields, ("triton", _triton(host["triton"])), ("compiler", _compiler(host["compiler"]))]
 
 
 def _triton(triton: dict[str, Any]) -> str:
     if triton["version"] is None:
         return "not installed"
-    return f"{triton['version']}, for {', '.join(triton['backends']) or 'no known target'}"
+    targets = ", ".join(triton["backends"])
+    interpreted = ", interpreted (TRITON_INTERPRET)" if triton["interpret"] else ""
+    return f"{triton['version']}{f', for {targets}' if targets else ''}{interpreted}"
 
 
 def _compiler(compiler: dict[str, Any]) -> str:
     if compiler["path"] is None:
-        return "none found"
+        return "\n".join(["none found", *compiler["rejected"]])
     return f"{compiler['kind']} at {compiler['path']}"
 
 
@@ -67,30 +84,44 @@ def _device(device: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _show_backends(report: dict[str, Any], console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("backend", *STATES, "why not"):
-        table.add_column(heading, overflow="fold")
-    for row in report["backends"]:
-        why = "\n".join(row["reasons"]) if not row["selected"] else ""
-        if row["remedy"]:
-            why += f"\nto change that: {row['remedy']}"
-        table.add_row(row["name"], *(_WORDS[row[s]] for s in STATES), escape(why))
-    console.print(table)
-    if any(row[state] is None for row in report["backends"] for state in STATES):
-        console.print("? = not tried yet; `pagedattn report --bind` tries")
-    console.print()
+def _show_backends(rows: list[dict[str, Any]], console: Console) -> None:
+    heads = "".join(s.ljust(_COLUMN) for s in STATES).rstrip()
+    print_text(console, ("backend".ljust(_INDENT) + heads, "bold"))
+    for row in rows:
+        _show_backend(row, console)
+    if any(row[state] is None for row in rows for state in STATES):
+        print_field(console, "", "? = not tried yet; `pagedattn report --bind` tries it",
+                    indent=_INDENT)  # fmt: skip
+    print_text(console)
+
+
+def _show_backend(row: dict[str, Any], console: Console) -> None:
+    parts: list[tuple[str, str]] = [(row["name"].ljust(_INDENT), "bold")]
+    for state in STATES:
+        word, style = _WORDS[row[state]]
+        parts.append((word.ljust(_COLUMN if state != STATES[-1] else 0), style))
+    print_text(console, *parts)
+    reasons = row["reasons"] if not row["selected"] else [row.get("policy")]
+    for reason in filter(None, reasons):
+        print_field(console, "", reason, indent=_INDENT, style="dim")
+    if row["remedy"]:  # one line, however long, since it is there to be pasted
+        print_text(console, " " * _INDENT, ("to change that: ", "dim"), row["remedy"])
 
 
 def _show_chain(chain: dict[str, Any], console: Console) -> None:
     requested = chain["requested"]
-    asked = requested if isinstance(requested, str) else ", ".join(requested or ["?"])
-    console.print(f"requested  {escape(asked)} ({escape(str(chain['origin']))})")
-    console.print(f"resolved   {chain['resolved'] or '[red]nothing can serve[/]'}")
+    asked = "not known" if requested is None else requested
+    if isinstance(asked, list):
+        asked = f"{', '.join(asked)} ({chain['origin']})"
+    elif asked == "auto":
+        asked = f"auto: {', '.join(chain['order'])}"
+    resolved = chain["resolved"]
+    print_field(console, "requested", asked, indent=_INDENT)
+    print_field(console, "resolved", resolved or "nothing can serve", indent=_INDENT,
+                style="green" if resolved else "red")  # fmt: skip
+    if chain["problem"]:
+        print_field(console, "for", chain["problem"], indent=_INDENT)
     for bound in chain["bindings"]:
-        p = bound["problem"]
-        console.print(
-            f"bound      {bound['backend']}: {p['device']} {p['dtype']} {p['kv_layout']} "
-            f"{p['num_heads']}/{p['num_kv_heads']}/{p['head_dim']} block {p['block_size']}, "
-            f"{bound['calls']} calls"
-        )
+        calls = f"{bound['calls']} call{'' if bound['calls'] == 1 else 's'}"
+        text = f"{bound['backend']} ({calls}): {bound['described']}"
+        print_field(console, "bound", text, indent=_INDENT)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
 
 from pagedattn.backends.errors import ConfigurationError, PagedAttnWarning
 
@@ -28,6 +31,7 @@ _CHOICES = {
     "PAGEDATTN_LOG": ("debug", "info", "warning", "error"),
     "PAGEDATTN_VERIFY": ("auto", "child", "off"),
 }
+_SWITCHES = ("PAGEDATTN_CHECK", "PAGEDATTN_COREX_TRITON", "PAGEDATTN_EAGER")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -38,16 +42,50 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for each ``PAGEDATTN_`` variable that nothing reads."""
-    return [
-        f"{name} is not a variable of pagedattn and has no effect{nearest(name, VARIABLES)}"
-        for name in sorted(environ)
-        if name.startswith(PREFIX) and name not in VARIABLES
-    ]
+    # compared without the prefix, which would make any two of them alike
+    ends = {name.removeprefix(PREFIX): name for name in VARIABLES}
+    sentences = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            close = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), ends, n=1)
+            hint = f" (did you mean {ends[close[0]]}?)" if close else ""
+            sentences.append(f"{name} is not a variable of pagedattn and has no effect{hint}")
+    return sentences
 
 
 def warn_of_unknown_variables() -> None:
     for sentence in unknown_variables():
         warnings.warn(sentence, PagedAttnWarning, stacklevel=3)
+
+
+def eager() -> bool:
+    """Whether importing is to bind: ``PAGEDATTN_EAGER=1``, unless one of our commands is running.
+
+    A command binds what it needs, and the report must print where nothing can be bound.
+    """
+    try:
+        return switch("PAGEDATTN_EAGER") and not _our_command()
+    except ConfigurationError as error:
+        warnings.warn(f"{error}; nothing is bound at import", PagedAttnWarning, stacklevel=3)
+        return False
+
+
+def _our_command() -> bool:
+    return Path(sys.argv[0] if sys.argv else "").stem == "pagedattn" or any(
+        pair == ("-m", "pagedattn") for pair in pairwise(sys.orig_argv)
+    )
+
+
+def invalid_values() -> list[str]:
+    """One sentence for each variable of ours whose value means nothing."""
+    sentences = []
+    for check, names in ((choice, _CHOICES), (switch, _SWITCHES)):
+        for name in names:
+            try:
+                check(name)
+            except ConfigurationError as error:
+                sentences.append(str(error))
+    return sentences
 
 
 def choice(name: str) -> str:
@@ -87,8 +125,13 @@ def configure_logging() -> None:
     """Attach a handler to the logger ``pagedattn`` where ``PAGEDATTN_LOG`` asks for one."""
     if not os.environ.get("PAGEDATTN_LOG"):
         return
+    try:
+        level = choice("PAGEDATTN_LOG").upper()
+    except ConfigurationError as error:  # a mistyped level is no reason to fail an import
+        warnings.warn(str(error), PagedAttnWarning, stacklevel=3)
+        return
     logger = logging.getLogger("pagedattn")
-    logger.setLevel(choice("PAGEDATTN_LOG").upper())
+    logger.setLevel(level)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from pagedattn import hard_problems, registry, verdicts, verify_child
+from pagedattn import device_loss, hard_problems, registry, verdicts, verify_child
 from pagedattn.backends.errors import DeviceError, VerificationError
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Backend, Call, Problem, Runner
@@ -23,6 +24,15 @@ from pagedattn.settings import choice
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: Largest absolute error of a log-sum-exp: its scores come from products rounded to the type.
 LSE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Verdict(NamedTuple):
+    """What a proof found."""
+
+    outcome: str  # ok, wrong, error (it raised), signal (it died) or timeout
+    detail: str
+    error: float | None = None  # the worst row's, relative
+    lse_error: float | None = None  # absolute; None too where no log-sum-exp was asked for
 
 
 def is_off() -> bool:
@@ -38,9 +48,9 @@ def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
     BackendUnavailable, BuildError
         If it does not load.
     VerificationError
-        If it ran and was wrong, or died, now or when the kept verdict was made.
+        If it ran and was wrong, or failed or died, now or when the kept verdict was made.
     DeviceError
-        If it hung and the device must not be touched again.
+        If it hung, so that the device must not be touched again, or lost the device.
     """
     if is_off():
         return backend.load(problem)
@@ -53,27 +63,48 @@ def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
         )
     runner = backend.load(problem)
     if kept is None:
-        _prove(backend, runner, problem, facts, mark)
+        verdict = prove(backend, runner, problem, facts, mark)
+        if verdict.outcome != "ok":
+            raise VerificationError(verdict.detail, mark)
     return runner
 
 
-def _prove(
-    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, object]
-) -> None:
+def prove(
+    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, Any]
+) -> Verdict:
+    """Judge a backend where it is safe to, and keep the verdict under the fingerprint `mark`.
+
+    Raises
+    ------
+    DeviceError
+        If it hung on a device, or lost it.
+    """
     if facts.vendor == "corex" or choice("PAGEDATTN_VERIFY") == "child":
-        outcome, detail = verify_child.run(backend, problem)
+        verdict = Verdict(*verify_child.run(backend, problem))
     else:
-        outcome, detail = judge(runner, problem)
-    if outcome != "error":  # an exception may have a passing cause, such as a full card
+        verdict = _judge_here(backend, runner, problem)
+    outcome, detail = verdict[:2]
+    hung = outcome == "timeout" and problem.device_type != "cpu"
+    # What may have a passing cause (a full card, a busy host) is not held against it for good.
+    if outcome in ("ok", "wrong", "signal") or hung or device_loss.is_sticky(detail):
         verdicts.write(mark, outcome, detail)
-    if outcome == "timeout":
+    if hung:
         raise DeviceError(f"{detail}; {problem.device} is not touched again by this process", mark)
-    if outcome != "ok":
-        raise VerificationError(detail, mark)
+    return verdict
 
 
-def judge(runner: Runner, problem: Problem) -> tuple[str, str]:
-    """Run a hard problem: ``("ok", …)`` or ``("wrong", …)``, with the error found."""
+def _judge_here(backend: Backend, runner: Runner, problem: Problem) -> Verdict:
+    try:
+        return judge(runner, problem)
+    except DeviceError:
+        raise
+    except Exception as error:  # a backend may raise anything; what it raised is the verdict
+        device_loss.raise_if_sticky(error, backend.name, problem.device)
+        return Verdict("error", f"it failed in its proof: {type(error).__name__}: {error}")
+
+
+def judge(runner: Runner, problem: Problem) -> Verdict:
+    """Run a hard problem: ``ok`` or ``wrong``, with the error found."""
     call = hard_problems.make_call(problem)
     runner(call)
     error, lse_error = errors(call, oracle(call, problem))
@@ -81,8 +112,10 @@ def judge(runner: Runner, problem: Problem) -> tuple[str, str]:
     detail = f"relative error {error:.1e} (at most {limit:.0e} is right)"
     if call.lse is not None:
         detail += f", log-sum-exp off by {lse_error:.1e} (at most {lse_limit:.0e})"
-    right = error <= limit and lse_error <= lse_limit
-    return ("ok", detail) if right else ("wrong", f"wrong numbers on {problem.device}: {detail}")
+    shown = None if call.lse is None else lse_error
+    if error <= limit and lse_error <= lse_limit:
+        return Verdict("ok", detail, error, shown)
+    return Verdict("wrong", f"wrong numbers on {problem.device}: {detail}", error, shown)
 
 
 def oracle(call: Call, problem: Problem) -> Call:

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pagedattn.backends.errors import VerificationError
 from pagedattn.backends.protocol import Backend, Problem
@@ -23,21 +25,15 @@ from pagedattn.backends.protocol import Backend, Problem
 DEADLINE_S = 120.0
 
 
-def run(backend: Backend, problem: Problem) -> tuple[str, str]:
-    """Judge `backend` in a child: an outcome (ok, wrong, error, signal, timeout) and a detail.
+def run(backend: Backend, problem: Problem) -> Sequence[Any]:
+    """Judge `backend` in a child; returns the fields of a `pagedattn.verify.Verdict`.
 
     Raises
     ------
     VerificationError
         If the backend cannot be sent to another process.
     """
-    try:
-        payload = pickle.dumps((sys.path, pickle.dumps((backend, problem))))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise VerificationError(
-            f"{backend.name} cannot be verified in a child process, since it cannot be pickled "
-            f"({error}); define its class in a module, or set PAGEDATTN_VERIFY=auto"
-        ) from error
+    payload = _payload(backend, problem)
     with tempfile.TemporaryDirectory(prefix="pagedattn-") as folder:
         result = Path(folder) / "verdict.json"
         log = Path(folder) / "log"
@@ -47,6 +43,8 @@ def run(backend: Backend, problem: Problem) -> tuple[str, str]:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # a child that bound at import would start a child in its turn
+                env={k: v for k, v in os.environ.items() if k != "PAGEDATTN_EAGER"},
                 start_new_session=True,
             )
         try:
@@ -55,6 +53,20 @@ def run(backend: Backend, problem: Problem) -> tuple[str, str]:
             _end(child)
             return "timeout", f"{backend.name} gave no answer within {DEADLINE_S:g} s"
         return _outcome(backend, child.returncode, result, log)
+
+
+def _payload(backend: Backend, problem: Problem) -> bytes:
+    """`sys.path`, and what it takes that path to unpickle."""
+    name = type(backend).__module__
+    try:
+        if name == "__main__":
+            raise TypeError("its class is defined in the script that is running")
+        return pickle.dumps((sys.path, pickle.dumps((backend, problem))))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise VerificationError(
+            f"{backend.name} cannot be sent to the child process that proves it ({error}); "
+            "define its class in a module of its own, with plain attributes"
+        ) from error
 
 
 # The child's path must be set before anything of ours is imported.
@@ -71,18 +83,20 @@ def answer(inner: bytes, result: str) -> None:
     """The child's side: judge, and write the verdict to the file `result`."""
     from pagedattn import verify
 
-    backend, problem = pickle.loads(inner)
     try:
-        outcome, detail = verify.judge(backend.load(problem), problem)
+        backend, problem = pickle.loads(inner)
+        verdict = verify.judge(backend.load(problem), problem)
     except Exception as error:  # whatever it is, it is the verdict
-        outcome, detail = "error", f"{type(error).__name__}: {error}"
-    Path(result).write_text(json.dumps([outcome, detail]))
+        detail = f"it failed in its proof: {type(error).__name__}: {error}"
+        verdict = verify.Verdict("error", detail)
+    Path(result).write_text(json.dumps(verdict))
 
 
-def _outcome(backend: Backend, code: int, result: Path, log: Path) -> tuple[str, str]:
-    if result.exists():
-        outcome, detail = json.loads(result.read_text())
-        return outcome, detail
+def _outcome(backend: Backend, code: int, result: Path, log: Path) -> Sequence[Any]:
+    # a child that was right and then died on its way out was not right
+    if code == 0 and result.exists():
+        verdict: list[Any] = json.loads(result.read_text())
+        return verdict
     tail = log.read_text(errors="replace").strip()[-500:]
     said = f"; its last words: {tail}" if tail else ""
     if code < 0:

@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import track
 
-from pagedattn import chain, policy, registry, verdicts, verify
-from pagedattn.backends.errors import BackendUnavailable, DeviceError
+from pagedattn import chain, device_loss, policy, registry, verdicts, verify
+from pagedattn.backends.errors import DeviceError
+from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import QUANTISED_KV_DTYPES, Backend, Problem
-from pagedattn.binding import default_device
+from pagedattn.binding import default_device, usable_device
+from pagedattn.console import Steps, make_console, print_field, print_text
 from pagedattn.probe import facts as probe_facts
+from pagedattn.request import Request
+from pagedattn.wording import describe
+
+_INDENT = 24  # PASS, the error and the log-sum-exp's
 
 
 def run(backend: str | None, device: str | None, *, again: bool = False) -> int:
     """Run and print; returns 0 if nothing failed and something passed."""
-    console = Console(highlight=False)
-    if again:
-        console.print(f"{verdicts.forget()} kept verdicts forgotten")
-    where = str(torch.device(device) if device else default_device())
-    names = chain.parse(backend) if backend else None
+    console = make_console()
+    where = str(usable_device(device) if device else default_device())
     facts = probe_facts()
-    usable = []
-    for name in names or policy.order(facts.vendor, where.partition(":")[0]):
-        candidate = registry.get(name)
-        absent = candidate.not_present_reasons(facts)
-        for reason in absent:
-            console.print(f"{name}: not usable here: {escape(reason)}")
-        if not absent:
-            usable.append(candidate)
+    request = Request.current(backend)
+    usable = _usable(request, where, facts, console)
+    if again:
+        print_text(console, f"{verdicts.forget()} kept verdicts forgotten")
+    counts: Counter[str] = Counter()
+    for candidate in usable:
+        counts += _verify_one(candidate, where, facts, console)
+    return 0 if counts["PASS"] and not counts["FAIL"] else 1
+
+
+def _usable(request: Request, where: str, facts: Facts, console: Console) -> list[Backend]:
+    """The backends that are present; says why the others are not."""
+    problem = next(problems(where))
+    names = request.names or policy.order(facts.vendor, problem.device_type)
+    usable, absent = [], []
+    for name in names:
+        candidate = chain.examine(name, problem, facts)
+        if candidate.present:
+            usable.append(registry.get(name))
+            continue
+        absent.append(candidate)
+        print_text(console, (f"{name} is not usable here", "yellow"))
+        for reason in candidate.reasons:
+            print_field(console, "", reason, indent=2, style="dim")
     if not usable:
-        raise BackendUnavailable("no backend is usable here, so nothing was verified")
-    failures = sum([_verify_one(candidate, where, console) for candidate in usable])
-    return 1 if failures else 0
+        raise chain.unavailable(problem, request, facts, absent)
+    return usable
 
 
 def problems(device: str) -> Iterator[Problem]:
@@ -60,43 +77,52 @@ def problems(device: str) -> Iterator[Problem]:
             yield replace(half, kv_dtype=kv_dtype, kv_scales=scales)
 
 
-def _verify_one(backend: Backend, device: str, console: Console) -> int:
-    """Print a line for each problem; returns how many failed."""
-    failed = 0
+def _verify_one(backend: Backend, device: str, facts: Facts, console: Console) -> Counter[str]:
+    """Print a line for each problem; returns how many passed, failed and were skipped."""
+    print_text(console, (f"{backend.name} on {device}", "bold"))
+    print_text(console, ("      error    lse      against fp64, each with its log-sum-exp", "dim"))
+    counts: Counter[str] = Counter()
     grid = list(problems(device))
-    for problem in track(grid, backend.name, console=console, transient=True,
-                         disable=not console.is_terminal):  # fmt: skip
-        unsupported = backend.not_supported_reasons(problem)
-        if unsupported:
-            word, detail = "SKIP", "; ".join(unsupported)
-        else:
-            outcome, detail = _judge(backend, problem)
-            word = "PASS" if outcome == "ok" else "FAIL"
-        failed += word == "FAIL"
-        colour = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}[word]
-        console.print(f"[{colour}]{word}[/] {backend.name} {_describe(problem)}: {escape(detail)}")
-    return failed
+    with Steps(console).step(backend.name, len(grid)) as advance:
+        for problem in grid:
+            counts[_verify_problem(backend, problem, facts, console)] += 1
+            advance(1)
+    told = ", ".join(f"{counts[word]} {said}" for word, said in
+                     (("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped")))  # fmt: skip
+    print_text(console, (f"{backend.name}: {told}", "red" if counts["FAIL"] else "green"))
+    return counts
 
 
-def _judge(backend: Backend, problem: Problem) -> tuple[str, str]:
-    facts = probe_facts()
-    if facts.vendor == "corex":  # a first launch there may hang the card
-        from pagedattn import verify_child
+def _verify_problem(backend: Backend, problem: Problem, facts: Facts, console: Console) -> str:
+    what = describe(replace(problem, return_lse=False))
+    unsupported = backend.not_supported_reasons(problem)
+    if unsupported:
+        print_field(console, "SKIP", what, indent=_INDENT, style="yellow")
+        print_field(console, "", "; ".join(unsupported), indent=_INDENT, style="dim")
+        return "SKIP"
+    verdict = _judge(backend, problem, facts)
+    numbers = "".join(
+        ("" if e is None else f"{e:.1e}").ljust(9) for e in (verdict.error, verdict.lse_error)
+    )
+    word = "PASS" if verdict.outcome == "ok" else "FAIL"
+    print_field(console, f"{word}  {numbers}", what, indent=_INDENT)
+    if word == "FAIL":
+        print_field(console, "", verdict.detail, indent=_INDENT, style="red")
+    return word
 
-        return verify_child.run(backend, problem)
+
+def _judge(backend: Backend, problem: Problem, facts: Facts) -> verify.Verdict:
+    mark = verdicts.fingerprint(backend, problem, facts)
+    kept = verdicts.read(mark)
+    if kept is not None and kept["outcome"] in ("signal", "timeout"):
+        # what killed a process or hung a device is not repeated unasked
+        detail = f"{kept['detail']} (verdict of {kept['when']}; --again tries again)"
+        return verify.Verdict(kept["outcome"], detail)
     try:
-        return verify.judge(backend.load(problem), problem)
+        runner = backend.load(problem)
     except DeviceError:
         raise
     except Exception as error:  # whatever it is, it is this problem's verdict
-        chain.raise_if_sticky(error, backend.name)
-        return "error", f"{type(error).__name__}: {error}"
-
-
-def _describe(p: Problem) -> str:
-    names = ("varlen_query", "window", "softcap", "alibi", "sinks", "batch_invariant")
-    features = [name for name in names if getattr(p, name)]
-    dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
-    types = dtype if dtype == kv_dtype else f"{dtype} over {kv_dtype}, {p.kv_scales} scales"
-    sizes = f"{p.num_heads}/{p.num_kv_heads}/{p.head_dim} block {p.block_size}"
-    return " ".join([p.kv_layout, types, sizes, *features])
+        device_loss.raise_if_sticky(error, backend.name, problem.device)
+        return verify.Verdict("error", f"it could not be loaded: {type(error).__name__}: {error}")
+    return verify.prove(backend, runner, problem, facts, mark)

@@ -1,0 +1,20 @@
+"""A problem in words, the same in errors, in the report and in the commands."""
+
+from __future__ import annotations
+
+from pagedattn.backends.protocol import Problem
+
+_FEATURES = ("varlen_query", "window", "softcap", "alibi", "sinks", "return_lse", "batch_invariant")
+
+
+def describe(p: Problem) -> str:
+    """Such as ``float16, packed, 24/4/256, blocks of 16, window``.
+
+    The sizes are query heads / KV heads / head_dim.
+    """
+    dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
+    types = dtype if dtype == kv_dtype else f"{dtype} over {kv_dtype}"
+    scales = [] if p.kv_scales == "none" else [f"{p.kv_scales} scales".replace("_", "-")]
+    features = [name for name in _FEATURES if getattr(p, name)]
+    sizes = f"{p.num_heads}/{p.num_kv_heads}/{p.head_dim}"
+    return ", ".join([types, p.kv_layout, sizes, f"blocks of {p.block_size}", *scales, *features])
