@@ -127,7 +127,7 @@ def usable_device(device: str | torch.device) -> torch.device:
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{device!r} is no device: {error}") from error
+        raise ValueError(f"{device!r} is no device; give cpu, cuda or cuda:0") from error
     if where.type == "cpu":
         return torch.device("cpu")
     if where.type != "cuda":

@@ -46,7 +46,7 @@ def capability_report() -> dict[str, Any]:
     bound = _guarded("the bindings", lambda: [_bound(b) for b in chain.bindings()], notes)
     notes += facts.notes if facts else ()
     notes += _guarded("the settings", _remarks, notes) or ()
-    return {
+    report: dict[str, Any] = {
         "host": {"pagedattn": pagedattn.__version__, **(host or {})},
         "devices": devices or [],
         "backends": rows,
@@ -54,6 +54,8 @@ def capability_report() -> dict[str, Any]:
         "environment": _environment(),
         "notes": list(dict.fromkeys(notes)),
     }
+    plain: dict[str, Any] = _as_json_has_it(report)
+    return plain
 
 
 def reference_problem(facts: Facts) -> Problem:
@@ -70,6 +72,14 @@ def _guarded(section: str, learn: Callable[[], Any], notes: list[str]) -> Any:
     except Exception as error:  # a report that crashes is no report: the error is its content
         notes.append(f"{section} could not be learned: {type(error).__name__}: {error}")
         return None
+
+
+def _as_json_has_it(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _as_json_has_it(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json_has_it(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _host(facts: Facts) -> dict[str, Any]:
