@@ -7,7 +7,6 @@ was learned is kept under those shapes, so that a warm call costs a few microsec
 from __future__ import annotations
 
 import numbers
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +17,10 @@ from torch import Tensor
 from pagedattn import arguments, chain, contents, request
 from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Call, KVLayout
-from pagedattn.settings import switch
+from pagedattn.settings import reader, switch
+
+_read_backend = reader("PAGEDATTN_BACKEND")
+_read_check = reader("PAGEDATTN_CHECK")
 
 
 class Arguments(NamedTuple):
@@ -71,7 +73,7 @@ def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     if spec is None:
         spec = request.forced.get()
     if spec is None:
-        spec = os.environ.get("PAGEDATTN_BACKEND")
+        spec = _read_backend()
     key: tuple[Any, ...] | None
     try:
         key = _key(a, spec)
@@ -215,7 +217,7 @@ def _prepare(a: Arguments, admitted: Admitted) -> Call:
     if a.query_start_loc is not None:
         starts = contents.host_starts(a.query_start_loc, num_tokens) if on_host else None
         max_query_len = contents.max_query_len(a.max_query_len, starts, num_tokens)
-    if os.environ.get("PAGEDATTN_CHECK") and switch("PAGEDATTN_CHECK"):
+    if _read_check() and switch("PAGEDATTN_CHECK"):
         _check_contents(a, limit, admitted)
     if admitted.convert:
         a = _convert(a, admitted.num_blocks)

@@ -76,7 +76,7 @@ def _require_memory(needed: int, device: str) -> None:
     free = _free_memory(device)
     if free is not None and needed > free:
         raise MemoryError(
-            f"this demo needs {needed / 1e9:,.1f} GB on {device}, and {free / 1e9:,.1f} GB are "
+            f"this demo needs {_bytes(needed)} on {device}, and {_bytes(free)} are "
             "free; choose a smaller --context or --batch"
         )
 
@@ -95,25 +95,32 @@ def _free_memory(device: str) -> int | None:
 
 def _introduce(console: Console, binding: Binding, context: int, batch: int, size: int) -> None:
     problem = binding.problem
-    sequences = "1 sequence" if batch == 1 else f"{batch:,} sequences"
     blocks = batch * -(-context // BLOCK_SIZE)
     passed = [c.name for c in binding.candidates if c.reasons and not c.selected]
     over = f" (passed over: {', '.join(passed)}; `pagedattn report` says why)" if passed else ""
     dtype = str(problem.dtype).removeprefix("torch.")
     print_text(console, ("One decode step over a paged cache, checked", "bold"))
     for label, text in (
-        ("batch", f"{sequences} of {context:,} tokens"),
+        ("batch", f"{_counted(batch, 'sequence')} of {_counted(context, 'token')}"),
         ("heads", f"{NUM_HEADS} query heads on {NUM_KV_HEADS} KV heads of {HEAD_DIM}"),
-        ("cache", f"{blocks:,} blocks of {BLOCK_SIZE} tokens, shuffled; {problem.kv_layout}, "
-                  f"{dtype}, {_megabytes(size)}"),
+        ("cache", f"{_counted(blocks, 'block')} of {BLOCK_SIZE} tokens, shuffled; "
+                  f"{problem.kv_layout}, {dtype}, {_bytes(size)}"),
         ("backend", f"{binding.backend} on {problem.device}{over}"),
     ):  # fmt: skip
         print_field(console, label, text, indent=_INDENT)
     print_text(console)
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def _bytes(size: float) -> str:
+    """Such as ``819.2 MB``; the unit leaves at least one digit before the point."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:.0f} B"
 
 
 def make_step(
@@ -148,11 +155,6 @@ def make_step(
     query = torch.randn(batch, NUM_HEADS, HEAD_DIM, generator=generator, dtype=dtype, device=device)
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     return Step(query, keys, values, tables, lengths, kv_layout)
-
-
-def _rate(per_second: float) -> str:
-    giga = per_second / 1e9
-    return f"{giga:,.1f} GB/s" if giga >= 1 else f"{giga * 1e3:,.0f} MB/s"
 
 
 def _time(step: Step, backend: str | None, steps: Steps) -> tuple[list[float], Tensor]:
@@ -198,7 +200,7 @@ def _conclude(
     runs = f"median of {len(times)} runs, {best:,.2f} to {worst:,.2f}"
     for label, text in (
         ("time", f"{median:,.2f} ms ({runs})"),
-        ("read", f"{_megabytes(size)} at {_rate(1e3 * size / median)}: each key and value once"),
+        ("read", f"{_bytes(size)} at {_bytes(1e3 * size / median)}/s: each key and value once"),
         ("error", f"{error:.1e} in the worst row, relative to fp64; {limit:.0e} is allowed"),
     ):
         print_field(console, label, text, indent=_INDENT)

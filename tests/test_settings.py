@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from unittest import mock
 
 import pytest
 from _backends import fresh_chain as fresh_chain
@@ -86,6 +88,20 @@ def test_switch_refuses_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="valid are 1 and 0"):
         settings.switch("PAGEDATTN_CHECK")
     assert len(settings.invalid_values()) == 1
+
+
+def test_a_reader_sees_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = settings.reader("PAGEDATTN_BACKEND")
+    assert read() is None
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "tôrch")
+    assert read() == "tôrch"
+    with mock.patch.dict(os.environ, {"PAGEDATTN_BACKEND": "cuda"}):
+        assert read() == "cuda"
+    monkeypatch.delenv("PAGEDATTN_BACKEND")
+    assert read() is None
+    # a Python that has no such table
+    monkeypatch.setattr(os, "environ", {"PAGEDATTN_BACKEND": "torch"})
+    assert settings.reader("PAGEDATTN_BACKEND")() == "torch"
 
 
 def test_logging_stays_alone_where_the_variable_is_unset() -> None:
