@@ -11,7 +11,7 @@ from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Call
 from pagedattn.backends.python_v2.device_window import BlockGather
 from pagedattn.backends.python_v2.products import grouped_product
-from pagedattn.backends.python_v2.running import RunningState, State
+from pagedattn.backends.python_v2.running import State, StateStack
 from pagedattn.backends.python_v2.tiles import Tiles
 
 # states kept before they are merged: a merge is some launches, a state some memory
@@ -58,16 +58,16 @@ class DeviceWalk:
         """
         rows = self._rows(tiles, lengths, tables)
         if self._shape.num_blocks == 0 or tables.shape[1] == 0:  # nothing can be gathered
-            out = torch.zeros(rows.query.shape, device=self._device)
-            return out, torch.full(out.shape[:-1], -torch.inf, device=self._device)
+            out = torch.zeros(rows.query.shape, dtype=torch.float32, device=self._device)
+            return out, torch.full_like(out[..., 0], -torch.inf)
         pairwise = self._call.batch_invariant  # a longer batch must not regroup the sum
-        state = RunningState(2 if pairwise else KEEP_STATES, KEEP_BYTES)
-        state.add(self._last_block(rows))
+        state = StateStack(2 if pairwise else KEEP_STATES, KEEP_BYTES)
+        state.add(*self._last_block(rows))
         for start in range(0, self._span_blocks, self._window_blocks):
             stop = start + self._window_blocks
             if not self._call.batch_invariant:
                 stop = min(stop, self._span_blocks)
-            state.add(self._full_blocks(rows, start, stop))
+            state.add(*self._full_blocks(rows, start, stop))
         out, lse = state.total()
         return out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
 

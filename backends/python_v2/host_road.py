@@ -28,7 +28,9 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
     lengths : what `call.seq_lens` holds
     """
     shape = read_shape(call.value_cache, call.kv_layout)
-    starts = call.host_query_start or list(range(len(lengths) + 1))
+    starts = call.host_query_start
+    if starts is None:
+        starts = list(range(len(lengths) + 1))
     _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
     bad = _names_missing_blocks(call, shape, lengths)
     parts: list[Part] = []
@@ -43,9 +45,10 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
         parts += plan_sequence(call, shape, sequence, slice(first, tokens.stop), length)
 
     def work(parts: Iterator[Part]) -> None:
-        walk = Walk(call, shape)
-        for part in parts:
-            walk.run(part)
+        with torch.inference_mode():  # a property of the thread, and this may be a new one
+            walk = Walk(call, shape)
+            for part in parts:
+                walk.run(part)
 
     key_bytes = 2 * shape.num_kv_heads * shape.head_dim * call.key_cache.dtype.itemsize
     if key_bytes * sum(part.num_keys for part in parts) >= THREADS_FROM_BYTES:
@@ -67,6 +70,7 @@ def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> 
     blocks = [-(-length // shape.block_size) for length in lengths]
     tables = call.block_tables[:, : max(blocks, default=0)]
     outside = (tables < 0) | (tables >= shape.num_blocks)
-    used = torch.arange(tables.shape[1]) < torch.tensor(blocks).unsqueeze(-1)
+    slots = torch.arange(tables.shape[1], device="cpu")
+    used = slots < torch.tensor(blocks, dtype=torch.int64, device="cpu").unsqueeze(-1)
     missing = (outside & used).any(dim=1).tolist()
     return [bad or n > tables.shape[1] for bad, n in zip(missing, blocks, strict=True)]

@@ -8,6 +8,7 @@ matrix products in fp32.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -24,15 +25,15 @@ def fused_works(dtype: torch.dtype) -> bool:
     operation = _fused_operation()
     if operation is None:
         return False
-    query = torch.ones(1, 1, 2, 8, dtype=dtype)
-    keys = torch.ones(1, 1, 3, 8, dtype=dtype)
-    bias = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    query = torch.ones(1, 1, 2, 8, dtype=dtype, device="cpu")
+    keys = torch.ones(1, 1, 3, 8, dtype=dtype, device="cpu")
+    bias = query.new_tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]]).float()
     try:
         out, lse = operation(query, keys, keys, attn_mask=bias[None, None], scale=0.25)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
-    # each score is 8 × 0.25 = 2; two keys are seen by the first row and one by the second
-    expected = torch.tensor([[[2.0 + 2.0**0.0 * 0.6931472, 2.0]]])
+    # each score is 8 × 0.25 = 2; the first row sees two keys and the second one
+    expected = bias.new_tensor([[[2.0 + math.log(2.0), 2.0]]])
     return (
         out.shape == query.shape
         and lse.dtype == torch.float32
@@ -107,5 +108,6 @@ def score_bias(
     if window is not None:
         hidden = hidden | (distance <= -window)
     if slopes is None:
-        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(0)
+        bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        return bias.masked_fill_(hidden, -torch.inf).unsqueeze(0)
     return (slopes.unsqueeze(-1) * distance).masked_fill_(hidden, -torch.inf)

@@ -73,7 +73,11 @@ _guards: dict[str, ExactFp32] = {}
 
 @contextmanager
 def exact_arithmetic(device_type: str) -> Iterator[None]:
-    """No gradients, no autocast, and fp32 products that are really fp32."""
+    """No gradients, no autocast, and fp32 products that are really fp32.
+
+    Inference mode, since the caller's tensors may have been made in it, and such tensors can be
+    written nowhere else.
+    """
     guard = _guards.setdefault(device_type, ExactFp32(device_type))
-    with torch.no_grad(), torch.autocast(device_type, enabled=False), guard:
+    with torch.inference_mode(), torch.autocast(device_type, enabled=False), guard:
         yield

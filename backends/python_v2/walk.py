@@ -50,7 +50,7 @@ class Walk:
         ids = self._call.block_tables[chunk.sequence]
         state = RunningState()
         for start, stop in part.windows:
-            state.add(self._partial(chunk, query, ids, start, stop))
+            state.add(*self._partial(chunk, query, ids, start, stop))
         whole = chunk.deliver(part.index, state.total())
         if whole is not None:
             self._write(chunk, whole)
@@ -63,14 +63,19 @@ class Walk:
 
     def _partial(self, chunk: Chunk, query: Tensor, ids: Tensor, start: int, stop: int) -> State:
         bias = self._bias(chunk, query.shape[1], start, stop)
-        keys = self._keys.read(ids, start, stop)
-        values = self._values.read(ids, start, stop)
+        first = start // self._shape.block_size
+        ids = ids[first : -(-stop // self._shape.block_size)]
+        skip = start - first * self._shape.block_size
+        keys = self._keys.read(ids, skip, stop - start)
+        values = self._values.read(ids, skip, stop - start)
         if self._fused:
             out, lse = fused_partial(query, keys, values, self._scale, bias)
         else:
             out, lse = matmul_partial(query, keys, values, self._scale, bias, self._call.softcap)
         if bias is not None:  # a row that sees none of these keys
-            lse = lse.masked_fill((bias == -torch.inf).all(dim=-1), -torch.inf)
+            unseen = (bias == -torch.inf).all(dim=-1)
+            lse = lse.masked_fill(unseen, -torch.inf)
+            out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
         return out, lse
 
     def _bias(self, chunk: Chunk, rows: int, start: int, stop: int) -> Tensor | None:
@@ -83,11 +88,12 @@ class Walk:
         if all_seen and call.alibi_slopes is None:
             return None
         group = call.query.shape[1] // self._shape.num_kv_heads
-        positions = torch.arange(chunk.position, last + 1).repeat_interleave(group)
+        positions = torch.arange(chunk.position, last + 1, device="cpu").repeat_interleave(group)
         slopes = None
         if call.alibi_slopes is not None:
             slopes = call.alibi_slopes.view(-1, group).repeat(1, rows // group)
-        return score_bias(positions, torch.arange(start, stop), call.window, slopes)
+        keys = torch.arange(start, stop, device="cpu")
+        return score_bias(positions, keys, call.window, slopes)
 
     def _write(self, chunk: Chunk, state: State) -> None:
         """Write a chunk's state to the call's results."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,16 @@ def as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
+class _Views(NamedTuple):
+    """The views that one shape of window needs; making them costs as much as a small gather."""
+
+    blocks: Tensor  # of the cache
+    target: Tensor  # of the scratch, in the elements of `blocks`
+    gathered: Tensor  # [tokens, kv_heads, head_dim]
+    converted: Tensor | None  # likewise, in another dtype
+    result: Tensor  # [kv_heads, tokens, head_dim]
+
+
 class WindowReader:
     """Gathers windows of one cache tensor into one scratch tensor, again and again.
 
@@ -71,30 +83,43 @@ class WindowReader:
         size = (tokens, shape.num_kv_heads, shape.head_dim)
         self._scratch = torch.empty(size, dtype=as_bytes(cache[:0]).dtype, device=cache.device)
         self._scale = None if scale is None else scale.unsqueeze(-1)
+        self._views: dict[tuple[int, int, int], _Views] = {}
         self._converted: Tensor | None = None
         if cache.dtype != dtype or scale is not None:
             self._converted = torch.empty(size, dtype=dtype, device=cache.device)
 
-    def read(self, ids: Tensor, start: int, stop: int) -> Tensor:
-        """Tokens ``start`` to ``stop`` of a sequence, ``[kv_heads, stop − start, head_dim]``.
+    def read(self, ids: Tensor, skip: int, tokens: int) -> Tensor:
+        """Some tokens of a sequence, ``[kv_heads, tokens, head_dim]``.
 
-        `ids` names the blocks of the whole sequence. The next call overwrites the result.
+        Parameters
+        ----------
+        ids : the blocks that hold them
+        skip : how many tokens of the first block come before them
+
+        The next call overwrites the result.
         """
-        blocks, block_size = self._blocks, self._blocks.shape[1]
-        first, last = start // block_size, (stop - 1) // block_size
-        skip = start - first * block_size
-        if first == last:  # no more of the block than is asked for
-            blocks, skip = blocks.narrow(1, skip, stop - start), 0
-        shape = (last - first + 1, blocks.shape[1])
-        gathered = self._scratch[: shape[0] * shape[1]]
-        target = _with_elements_of(blocks, torch.unflatten(gathered, 0, shape))
-        torch.index_select(blocks, 0, ids[first : last + 1], out=target)
-        gathered = gathered[skip : skip + stop - start].view(self._cache_dtype)
-        if self._converted is not None:
-            gathered = self._converted[: stop - start].copy_(gathered)
+        key = (ids.shape[0], skip, tokens)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = self._make_views(*key)
+        torch.index_select(views.blocks, 0, ids, out=views.target)
+        if views.converted is not None:
+            views.converted.copy_(views.gathered)
             if self._scale is not None:
-                gathered.mul_(self._scale)
-        return gathered.transpose(0, 1)
+                views.converted.mul_(self._scale)
+        return views.result
+
+    def _make_views(self, count: int, skip: int, tokens: int) -> _Views:
+        blocks = self._blocks
+        if count == 1:  # no more of the block than is asked for
+            blocks, skip = blocks.narrow(1, skip, tokens), 0
+        shape = (count, blocks.shape[1])
+        scratch = self._scratch[: count * blocks.shape[1]]
+        target = _with_elements_of(blocks, torch.unflatten(scratch, 0, shape))
+        gathered = scratch[skip : skip + tokens].view(self._cache_dtype)
+        converted = None if self._converted is None else self._converted[:tokens]
+        result = gathered if converted is None else converted
+        return _Views(blocks, target, gathered, converted, result.transpose(0, 1))
 
 
 def _with_elements_of(blocks: Tensor, scratch: Tensor) -> Tensor:
