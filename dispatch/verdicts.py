@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from pagedattn import registry
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.platform_rules import device_of
 from pagedattn.backends.protocol import Backend, Problem
-from pagedattn.backends.reference import ReferenceBackend
 
 log = logging.getLogger("pagedattn")
 
@@ -157,7 +157,7 @@ def _device(device: str, facts: Facts) -> list[str]:
 def _judge_hash() -> str:
     """Of what judges: a harder problem must be passed anew."""
     folder = Path(__file__).parent
-    reference = Path(inspect.getfile(ReferenceBackend))
+    reference = Path(inspect.getfile(type(registry.get("reference"))))
     return _hash([folder / "hard_problems.py", folder / "verify.py", reference])
 
 

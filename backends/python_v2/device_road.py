@@ -19,7 +19,7 @@ from pagedattn.backends.python_v2.tiles import make_tiles, sanitise
 # of one window: gathered keys and values, and fp32 scores. Many small windows would cost
 # launches, and a large one memory and the second-level cache
 WINDOW_BYTES = {"cpu": 4 << 20}
-WINDOW_BYTES_ON_DEVICE = 64 << 20
+WINDOW_BYTES_ON_DEVICE = 160 << 20
 SCORE_BYTES_ON_DEVICE = 32 << 20
 
 

@@ -17,6 +17,8 @@ from pagedattn.backends.python_v2.tiles import Tiles
 # states kept before they are merged: a merge is some launches, a state some memory
 KEEP_STATES = 64
 KEEP_BYTES = 32 << 20
+# from so many keys on, those of a single tile are summed in pieces
+LONG_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class DeviceWalk:
         highest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(highest).exp_()
         total = weights.sum(dim=-1, keepdim=True)
-        out = grouped_product(weights.to(query.dtype), values.to(query.dtype)).div_(total)
+        out = weighted_sum(weights.to(query.dtype), values.to(query.dtype)).div_(total)
         v_scale = self._call.v_scale
         if v_scale is not None:
             out.mul_(by_kv_head(v_scale))
@@ -152,6 +154,21 @@ class DeviceWalk:
         if call.window is not None:
             unseen = unseen | (distance <= -call.window)
         by_row.masked_fill_(unseen.unsqueeze(2), -torch.inf)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights @ values`` in fp32, ``[kv_heads, tiles, rows, head_dim]``.
+
+    The products' libraries give an entry of the batch to few multiprocessors, however many keys
+    it sums over. So the keys of a single tile are cut into pieces that are entries of their own.
+    """
+    heads, tiles, rows, tokens = weights.shape
+    pieces = next((n for n in (16, 8, 4, 2) if tokens % (8 * n) == 0), 1)
+    if tiles > 1 or pieces == 1 or tokens < LONG_TOKENS:
+        return grouped_product(weights, values)
+    weights = weights.view(heads, rows, pieces, -1).transpose(1, 2)
+    values = torch.unflatten(values.squeeze(1), 1, (pieces, -1))
+    return grouped_product(weights, values).sum(1, True)
 
 
 def by_kv_head(scale: float | Tensor) -> float | Tensor:
