@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,16 +297,26 @@ def test_eight_threads_resolve_once(tmp_path: Path) -> None:
 
 def test_a_slow_first_call_holds_up_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_VERIFY", "off")
-    register_backend(FakeBackend("slow", slow_s=5))
-    slow = threading.Thread(
-        target=chain.binding_for, args=(small_problem(device="cuda:0"), "slow"), daemon=True
-    )
+    loading, release = threading.Event(), threading.Event()
+
+    class Slow(FakeBackend):
+        def load(self, problem: Any) -> Any:
+            loading.set()
+            assert release.wait(timeout=60)
+            return super().load(problem)
+
+    register_backend(Slow("slow"))
+    problem = small_problem(device="cuda:0")
+    slow = threading.Thread(target=chain.binding_for, args=(problem, "slow"))
     slow.start()
-    time.sleep(0.05)
-    began = time.perf_counter()
-    assert chain.binding_for(small_problem(), "reference").backend == "reference"
-    assert time.perf_counter() - began < 2
-    assert slow.is_alive()
+    try:
+        assert loading.wait(timeout=60)
+        assert chain.binding_for(small_problem(), "reference").backend == "reference"
+        assert slow.is_alive()
+    finally:
+        release.set()
+        slow.join(timeout=60)
+    assert [b.backend for b in chain.bindings()] == ["reference", "slow"]
 
 
 @pytest.mark.parametrize("name", ["bi_v100", "bi_v100_bare"])

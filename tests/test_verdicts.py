@@ -14,7 +14,7 @@ from _backends import FakeBackend, count, small_problem
 from _backends import fresh_chain as fresh_chain
 from _platforms import PLATFORMS
 
-from pagedattn import chain, register_backend, verdicts
+from pagedattn import chain, register_backend, verdicts, verify_command
 from pagedattn.backends.errors import VerificationError
 from pagedattn.backends.facts import Facts
 from pagedattn.cli import main
@@ -100,7 +100,10 @@ def test_a_device_is_known_by_its_name_without_touching_it(tmp_path: Path) -> No
     assert mark["device"] == ["Iluvatar BI-V100", "7.0"]
 
 
-def test_a_kept_failure_is_not_retried_until_verify_again(journal: Path) -> None:
+def test_a_kept_failure_is_not_retried_until_verify_again(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_command, "problems", lambda device: iter([small_problem()]))
     _next_process(FakeBackend("acme", run_fails="wrong", journal=str(journal)))
     with pytest.raises(VerificationError, match="wrong numbers"):
         chain.binding_for(small_problem(), "acme")
