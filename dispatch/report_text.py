@@ -116,8 +116,9 @@ def _show_chain(chain: dict[str, Any], console: Console) -> None:
     elif asked == "auto":
         asked = f"auto: {', '.join(chain['order'])}"
     resolved = chain["resolved"]
+    nothing = "not known" if requested is None else "nothing can serve"
     print_field(console, "requested", asked, indent=_INDENT)
-    print_field(console, "resolved", resolved or "nothing can serve", indent=_INDENT,
+    print_field(console, "resolved", resolved or nothing, indent=_INDENT,
                 style="green" if resolved else "red")  # fmt: skip
     if chain["problem"]:
         print_field(console, "for", chain["problem"], indent=_INDENT)

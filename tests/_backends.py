@@ -114,9 +114,14 @@ def fresh_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name in [n for n in os.environ if n.startswith("PAGEDATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PAGEDATTN_CACHE_DIR", str(tmp_path / "cache"))
+    # tiny operations: more threads only wait for one another, here and in children
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     instances = dict(registry._instances)
     _forget()
     yield
+    torch.set_num_threads(threads)
     registry._instances.clear()
     registry._instances.update(instances)
     _forget()

@@ -183,6 +183,7 @@ def test_case_28_an_unknown_name_is_told_and_the_report_still_prints(
     assert found["chain"]["requested"] is None
     assert found["chain"]["resolved"] is None
     assert not any(row["selected"] for row in found["backends"])
+    assert "resolved   not known" in text
 
 
 def test_notes_tell_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
