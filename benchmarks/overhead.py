@@ -9,12 +9,8 @@ the binding, the output's allocation. The bar is 15 µs. Writes a result file an
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import write
 
 import pagedattn
 from pagedattn import admission
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Call, Problem, Runner
 
-HERE = Path(__file__).resolve().parent
 LIMIT_US = 15.0
 CALLS = 200  # of one timing
 
@@ -92,7 +88,9 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
         "part: allocating the output": lambda: torch.empty_like(query),
         "part: the binding": lambda: admitted.binding.run(prepared),
     }  # fmt: skip
-    return [{"variant": name, **_time(f, repeats)} for name, f in variants.items()]
+    fixed = {"backend": "nothing", "layout": "packed", "dtype": str(dtype).removeprefix("torch."),
+             "batch": batch, "context": 1000}  # fmt: skip
+    return [{**fixed, "variant": name, **_time(f, repeats)} for name, f in variants.items()]
 
 
 def _time(function: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -109,43 +107,17 @@ def _time(function: Callable[[], Any], repeats: int) -> dict[str, float]:
     return {name: round(value, 2) for name, value in zip(names, values, strict=True)}
 
 
-def _environment(device: str) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "host": f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores",
-    }
-
-
-def _commit() -> str | None:
-    done = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time a warm call without its launch.")
     parser.add_argument("--gpu", action="store_true", help="with tensors on cuda:0")
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results")
     arguments = parser.parse_args()
     os.environ["PAGEDATTN_VERIFY"] = "off"  # there is nothing to prove
     pagedattn.register_backend(Nothing())
     device = "cuda:0" if arguments.gpu else "cpu"
-    environment = _environment(device)
     rows = measure(device, arguments.repeats)
-    result = {"schema": 1, "commit": _commit(), "environment": environment, "rows": rows,
-              "limit_us": LIMIT_US}  # fmt: skip
-    label = environment["device"].replace(" ", "-").lower()
-    name = f"{datetime.date.today().isoformat()}-{label}-overhead.json"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / name).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write("overhead", rows, device=device, folder=arguments.out, extra={"limit_us": LIMIT_US})
     for row in rows:
         print(f"{row['us_median']:7.2f} µs (least {row['us_min']:.2f})  {row['variant']}")
     # the least is the code's own cost; a busy host adds to the median

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +15,19 @@ from _platforms import PLATFORMS
 
 from pagedattn import (
     chain,
-    device_loss,
     paged_attention,
     policy,
     register_backend,
     registry,
-    use_backend,
     verify_child,
 )
 from pagedattn.backends.errors import (
     BackendUnavailable,
     BuildError,
     ConfigurationError,
-    DeviceError,
-    UnknownBackend,
     VerificationError,
 )
 from pagedattn.probe import probe
-from pagedattn.request import Request, parse
 
 pytestmark = pytest.mark.usefixtures("fresh_chain")
 
@@ -100,54 +92,6 @@ def test_what_a_backend_raises_when_asked_is_a_reason(
     assert "KeyError: 'cuda_home'" in binding.candidates[0].reasons[0]
 
 
-@pytest.mark.parametrize("how", ["argument", "use_backend", "environment"])
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        ({"absent": ("no card",)}, BackendUnavailable),
-        ({"unsupported": ("no NHD",)}, BackendUnavailable),
-        ({"load_fails": "build"}, BuildError),
-        ({"load_fails": "import"}, BackendUnavailable),
-        ({"run_fails": "wrong"}, VerificationError),
-        ({"run_fails": "raises"}, VerificationError),
-    ],
-)
-def test_case_28_a_forced_backend_is_never_left(
-    how: str, fault: dict[str, Any], kind: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register_backend(FakeBackend("acme", **fault))
-    if how == "environment":
-        monkeypatch.setenv("PAGEDATTN_BACKEND", "acme")
-    context = use_backend("acme") if how == "use_backend" else contextlib.nullcontext()
-    with context, pytest.raises(kind) as caught:
-        paged_attention(*inputs(), kv_layout="NHD", backend="acme" if how == "argument" else None)
-    assert type(caught.value) is kind
-    assert "acme: " in str(caught.value)
-    assert chain.bindings() == ()
-
-
-def test_case_28_an_unknown_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnknownBackend, match=r"'tritonn' \(did you mean triton\?\)"):
-        paged_attention(*inputs(), kv_layout="NHD", backend="tritonn")
-    with pytest.raises(UnknownBackend, match="did you mean torch"), use_backend("torhc"):
-        pass
-    monkeypatch.setenv("PAGEDATTN_BACKEND", "referense")
-    with pytest.raises(UnknownBackend, match="did you mean reference"):
-        paged_attention(*inputs(), kv_layout="NHD")
-
-
-def test_parse() -> None:
-    assert parse("") is None
-    assert parse(" auto ") is None
-    assert parse("Torch, reference,") == ("torch", "reference")
-    assert parse(["torch"]) == ("torch",)
-    with pytest.raises(UnknownBackend, match="auto stands alone"):
-        parse("auto,torch")
-    for wrong in (3, None, b"torch", ["torch", 3]):
-        with pytest.raises(TypeError, match="a backend is a name"):
-            parse(wrong)  # type: ignore[arg-type]
-
-
 def test_a_list_is_the_chain_exactly() -> None:
     register_backend(FakeBackend("acme", unsupported=("no",)))
     binding = chain.binding_for(small_problem(), "acme, reference")
@@ -155,58 +99,6 @@ def test_a_list_is_the_chain_exactly() -> None:
     with pytest.raises(BackendUnavailable) as caught:
         chain.binding_for(small_problem(), ["acme", "cuda"])
     assert [c.name for c in caught.value.record] == ["acme", "cuda"]
-
-
-def test_the_variable_counts_when_it_is_set_after_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_backend(FakeBackend("acme"))
-    register_backend(FakeBackend("beta"))
-    for name in ("acme", "beta", "acme"):
-        monkeypatch.setenv("PAGEDATTN_BACKEND", name)
-        paged_attention(*inputs(), kv_layout="NHD")
-    assert {b.backend: b.calls for b in chain.bindings()} == {"acme": 2, "beta": 1}
-
-
-def test_an_argument_goes_before_use_backend_and_that_before_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PAGEDATTN_BACKEND", "cuda")
-    assert Request.current(None).names == ("cuda",)
-    with use_backend("torch"):
-        assert Request.current(None) == Request(("torch",), "use_backend('torch')")
-        assert Request.current("reference").names == ("reference",)
-        with use_backend(["triton", "cuda"]):
-            assert Request.current(None).names == ("triton", "cuda")
-            with use_backend("auto"):
-                assert Request.current(None).names is None
-        assert Request.current(None).names == ("torch",)
-    assert Request.current(None) == Request(("cuda",), "PAGEDATTN_BACKEND=cuda")
-
-
-def test_use_backend_ends_with_an_exception() -> None:
-    with pytest.raises(ZeroDivisionError), use_backend("torch"):
-        raise ZeroDivisionError
-    assert Request.current(None).names is None
-
-
-def test_use_backend_is_of_one_thread() -> None:
-    seen: list[Any] = []
-    with use_backend("torch"):
-        other = threading.Thread(target=lambda: seen.append(Request.current(None).names))
-        other.start()
-        other.join()
-    assert seen == [None]
-
-
-def test_use_backend_is_of_one_task() -> None:
-    async def task(name: str) -> Any:
-        with use_backend(name):
-            await asyncio.sleep(0.01)
-            return Request.current(None).names
-
-    async def both() -> Any:
-        return await asyncio.gather(task("torch"), task("cuda"), task("reference"))
-
-    assert asyncio.run(both()) == [("torch",), ("cuda",), ("reference",)]
 
 
 def test_wrong_numbers_are_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -347,66 +239,6 @@ def test_every_vendor_ends_on_torch_and_names_known_backends() -> None:
             assert names[-1] == "torch"
             assert "reference" not in names
             assert all(policy.reason(name, vendor, device) for name in names)
-
-
-def test_case_37_a_sticky_error_in_a_proof_is_raised_at_once(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    register_backend(FakeBackend("acme", run_fails="sticky"))
-    register_backend(FakeBackend("beta", journal=str(journal)))
-    with pytest.raises(DeviceError, match=r"acme failed with: .*illegal memory access"):
-        chain.binding_for(small_problem(), "acme,beta")
-    assert count(journal, "load") == 0
-    _assert_refused("beta", journal)
-
-
-def test_case_37_a_sticky_error_in_a_call_is_raised_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGEDATTN_VERIFY", "off")
-    journal = tmp_path / "journal"
-    register_backend(FakeBackend("acme", run_fails="sticky"))
-    register_backend(FakeBackend("beta", journal=str(journal)))
-    arguments = inputs()
-    paged_attention(*arguments, kv_layout="NHD", backend="beta")
-    before = count(journal, "run")
-    with pytest.raises(DeviceError, match="illegal memory access") as caught:
-        paged_attention(*arguments, kv_layout="NHD", backend="acme")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(DeviceError, match="was lost earlier"):  # bound before, refused now
-        paged_attention(*arguments, kv_layout="NHD", backend="beta")
-    assert count(journal, "run") == before
-    _assert_refused("beta", journal)
-
-
-def _assert_refused(name: str, journal: Path) -> None:
-    """The CPU was "lost": nothing touches it again, and the first reason is given each time."""
-    before = count(journal, "load")
-    for problem in (small_problem(), small_problem(num_heads=2)):
-        for argument in (name, "reference", None):
-            with pytest.raises(DeviceError, match=r"acme failed with: .*illegal memory access"):
-                chain.binding_for(problem, argument)
-    assert count(journal, "load") == before
-
-
-def test_case_37_other_runtime_errors_leave_the_device_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PAGEDATTN_VERIFY", "off")
-    register_backend(FakeBackend("acme", run_fails="raises"))
-    with pytest.raises(RuntimeError, match="too many resources"):
-        paged_attention(*inputs(), kv_layout="NHD", backend="acme")
-    paged_attention(*inputs(), kv_layout="NHD", backend="reference")
-
-
-def test_a_lost_device_does_not_take_the_others_along() -> None:
-    device_loss.lose("cuda:1", DeviceError("cuda:1 hung"))
-    device_loss.lose("cuda:1", DeviceError("a later error"))
-    with pytest.raises(DeviceError, match="cuda:1 hung"):
-        chain.binding_for(small_problem(device="cuda:1"), "reference")
-    binding = chain.binding_for(small_problem(), "reference")
-    problem = replace(binding.problem, device="cuda:1")
-    with pytest.raises(DeviceError, match="cuda:1 hung"):
-        replace(binding, problem=problem).run(None)  # type: ignore[arg-type]
 
 
 def test_calls_are_counted() -> None:

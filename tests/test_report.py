@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pagedattn import (
     chain,
     device_loss,
     paged_attention,
+    policy,
     register_backend,
     registry,
     report,
@@ -27,6 +29,7 @@ from pagedattn import (
 )
 from pagedattn.backends.errors import BackendUnavailable, DeviceError
 from pagedattn.probe import probe
+from pagedattn.request import Request
 
 pytestmark = pytest.mark.usefixtures("fresh_chain")
 
@@ -138,9 +141,9 @@ def _raise(*args: object, **kwargs: object) -> Any:
         (report, "probe_facts"), (report, "_host"), (report, "reference_problem"),
         (report, "_bound"), (report, "_remarks"), (report, "_candidate"), (report, "asdict"),
         (report, "describe"), (chain, "bindings"), (chain, "examine"), (chain, "failures"),
-        (report.policy, "order"), (report.policy, "reason"), (registry, "get"),
+        (policy, "order"), (policy, "reason"), (registry, "get"),
         (registry, "require_known"), (settings, "unknown_variables"),
-        (settings, "invalid_values"), (report.Request, "current"),
+        (settings, "invalid_values"), (Request, "current"),
     ],
     ids=lambda pair: pair[1],
 )  # fmt: skip
@@ -158,8 +161,6 @@ def test_case_38_no_part_that_breaks_breaks_the_report(
 def test_case_38_no_probe_that_breaks_breaks_the_report(
     raising: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     class Broken:
         def __getattr__(self, name: str) -> Any:
             raise OSError(f"no {name}")
@@ -167,7 +168,8 @@ def test_case_38_no_probe_that_breaks_breaks_the_report(
         def __call__(self, *args: object, **kwargs: object) -> Any:
             raise OSError("no answer")
 
-    sources = replace(bi_v100().sources(tmp_path), **{raising: Broken()})
+    broken: Any = {raising: Broken()}
+    sources = replace(bi_v100().sources(tmp_path), **broken)
     for module in (chain, report):
         monkeypatch.setattr(module, "probe_facts", lambda: probe(sources))
     _check(capability_report())

@@ -60,6 +60,11 @@ def _lse(call: Call) -> torch.Tensor:
     return call.lse
 
 
+def _window(call: Call) -> int:
+    assert call.window is not None
+    return call.window
+
+
 _oracle = verify.oracle
 
 
@@ -73,8 +78,8 @@ MISTAKES = {
     "none": attend,
     "a key too many": _change(seq_lens=lambda c: c.seq_lens + (c.seq_lens == 17).int()),
     "a key too few": _change(seq_lens=lambda c: c.seq_lens - (c.seq_lens == 17).int()),
-    "window one wide": _change(window=lambda c: c.window + 1),
-    "window one narrow": _change(window=lambda c: c.window - 1),
+    "window one wide": _change(window=lambda c: _window(c) + 1),
+    "window one narrow": _change(window=lambda c: _window(c) - 1),
     "no window": _change(window=lambda c: None),
     "no softcap": _change(softcap=lambda c: None),
     "no alibi": _change(alibi_slopes=lambda c: None),
