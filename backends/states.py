@@ -23,9 +23,13 @@ def merge(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     tuple of float32 Tensor ``[..., head_dim]`` and float32 Tensor ``[...]``
         All states empty: zeros and −inf.
     """
-    lse = torch.logsumexp(lses, dim=0)  # −inf where every state is empty
-    # −inf − −inf is NaN; an empty whole weighs each of its (empty) parts 0
-    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
+    # Weighed relative to the greatest and divided by their own sum: the rounding of a large
+    # merged log-sum-exp would otherwise become an error of the output (4e-4 at 10,000).
+    greatest = lses.amax(dim=0)
+    greatest = torch.where(greatest == -torch.inf, 0.0, greatest)  # −inf − −inf is NaN
+    weights = torch.exp(lses - greatest)
+    total = weights.sum(dim=0)  # 0 where every state is empty, else at least 1
     # an empty state's output means nothing, so it must not be multiplied: 0 × NaN is NaN
     terms = torch.where(lses.unsqueeze(-1) == -torch.inf, 0.0, outputs.float())
-    return (terms * weights.unsqueeze(-1)).sum(dim=0), lse
+    merged = (terms * weights.unsqueeze(-1)).sum(dim=0) / total.clamp(min=1).unsqueeze(-1)
+    return merged, greatest + torch.log(total)

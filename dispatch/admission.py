@@ -114,6 +114,10 @@ def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
         _signature(v_scale) if isinstance(v_scale, Tensor) else v_scale,
         a.scale, a.return_lse, a.kv_layout, a.window, a.softcap, a.num_splits,
         a.batch_invariant, torch.is_grad_enabled(), spec,
+        # 1, 1.0 and True are one key, but not one argument
+        a.scale.__class__, a.return_lse.__class__, a.window.__class__, a.softcap.__class__,
+        a.num_splits.__class__, a.batch_invariant.__class__, k_scale.__class__,
+        v_scale.__class__,
     )  # fmt: skip
 
 
@@ -217,6 +221,8 @@ def _prepare(a: Arguments, admitted: Admitted) -> Call:
     if a.query_start_loc is not None:
         starts = contents.host_starts(a.query_start_loc, num_tokens) if on_host else None
         max_query_len = contents.max_query_len(a.max_query_len, starts, num_tokens)
+    elif a.max_query_len is not None:
+        arguments.check_number("max_query_len", a.max_query_len, above=0, kind=numbers.Integral)
     if _read_check() and switch("PAGEDATTN_CHECK"):
         _check_contents(a, limit, admitted)
     if admitted.convert:

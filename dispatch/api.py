@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
 from pagedattn import admission, arguments, cache, ops
@@ -247,8 +246,8 @@ def merge_states(
     ValueError, TypeError
         If the shapes do not go together.
     """
-    states_out = outputs if isinstance(outputs, Tensor) else torch.stack(list(outputs))
-    states_lse = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    states_out = arguments.stack_states("outputs", outputs)
+    states_lse = arguments.stack_states("lses", lses)
     arguments.check_states(states_out, states_lse)
     merged, lse = states.merge(states_out, states_lse.float())
     return merged.to(states_out.dtype), lse

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -285,6 +286,34 @@ def describe(
         kv_layout=layout,
         **features,
     )
+
+
+def stack_states(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
+    """States as one tensor, from a tensor or from a sequence of tensors that are alike."""
+    if isinstance(states, Tensor):
+        return states
+    if not isinstance(states, Sequence):
+        raise TypeError(f"{name} must be a Tensor or a sequence of them, not {_kind(states)}")
+    for i, state in enumerate(states):
+        require_tensor(f"{name}[{i}]", state)
+        if (state.shape, state.dtype, state.device) != (
+            states[0].shape, states[0].dtype, states[0].device
+        ):  # fmt: skip
+            raise ValueError(
+                f"{name} must all be alike, but the first is {_form(states[0])} and "
+                f"{name}[{i}] is {_form(state)}"
+            )
+    if not states:
+        raise ValueError(f"{name} is empty: there must be at least one state")
+    return torch.stack(list(states))
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _form(t: Tensor) -> str:
+    return f"{tuple(t.shape)} of {t.dtype} on {t.device}"
 
 
 def check_states(outputs: Tensor, lses: Tensor) -> None:

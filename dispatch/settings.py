@@ -54,8 +54,9 @@ def reader(name: str) -> Callable[[], str | None]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` where something known is close to `name`, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    spelt = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), list(spelt), n=1, cutoff=0.5)
+    return f" (did you mean {spelt[close[0]]}?)" if close else ""
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -7,6 +7,7 @@ scratch, and the parts' states are merged when a chunk's last one is there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -72,5 +73,16 @@ def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> 
     outside = (tables < 0) | (tables >= shape.num_blocks)
     slots = torch.arange(tables.shape[1], device="cpu")
     used = slots < torch.tensor(blocks, dtype=torch.int64, device="cpu").unsqueeze(-1)
+    if call.window is not None:  # what lies behind it may have been freed
+        behind = _blocks_behind(call, shape, lengths, call.window)
+        used &= slots >= torch.tensor(behind, dtype=torch.int64, device="cpu").unsqueeze(-1)
     missing = (outside & used).any(dim=1).tolist()
     return [bad or n > tables.shape[1] for bad, n in zip(missing, blocks, strict=True)]
+
+
+def _blocks_behind(call: Call, shape: CacheShape, lengths: list[int], window: int) -> list[int]:
+    """Of each sequence, how many blocks lie behind the window of its first query token."""
+    starts = call.host_query_start
+    counts = [1] * len(lengths) if starts is None else [b - a for a, b in pairwise(starts)]
+    firsts = [max(0, n - count) for n, count in zip(lengths, counts, strict=True)]
+    return [max(0, first + 1 - window) // shape.block_size for first in firsts]

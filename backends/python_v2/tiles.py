@@ -88,6 +88,11 @@ def sanitise(call: Call, shape: CacheShape) -> Lengths:
     tables = call.block_tables.long()
     outside = (tables < 0) | (tables >= shape.num_blocks)
     slot_start = torch.arange(width, device=tables.device) * shape.block_size
-    bad = (outside & (slot_start < lengths.unsqueeze(1))).any(dim=1) | too_long
+    followed = slot_start < lengths.unsqueeze(1)
+    if call.window is not None:  # what lies wholly behind it may have been freed
+        counts = 1 if call.query_start_loc is None else call.query_start_loc.long().diff()
+        oldest = (lengths - counts).clamp(min=0) + 1 - call.window
+        followed &= slot_start + shape.block_size > oldest.unsqueeze(1)
+    bad = (outside & followed).any(dim=1) | too_long
     # block 0 stands in for whatever must not be followed
     return Lengths(lengths.masked_fill(bad, 0), bad, tables.masked_fill(outside, 0))
