@@ -32,7 +32,7 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
     if starts is None:
         starts = list(range(len(lengths) + 1))
     _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
-    bad = _names_missing_blocks(call, shape, lengths)
+    bad = _cannot_be_read(call, shape, lengths)
     parts: list[Part] = []
     for sequence, length in enumerate(lengths):
         tokens = slice(starts[sequence], starts[sequence + 1])
@@ -65,12 +65,15 @@ def _fill(call: Call, tokens: slice, out: float, lse: float) -> None:
         call.lse[tokens] = lse
 
 
-def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> list[bool]:
-    """Of each sequence, whether a block within its length is not in the cache or the table."""
+def _cannot_be_read(call: Call, shape: CacheShape, lengths: list[int]) -> list[bool]:
+    """Of each sequence: is it too long, or does it name a block that is not in the cache?"""
     blocks = [-(-length // shape.block_size) for length in lengths]
     tables = call.block_tables[:, : max(blocks, default=0)]
     outside = (tables < 0) | (tables >= shape.num_blocks)
     slots = torch.arange(tables.shape[1], device="cpu")
     used = slots < torch.tensor(blocks, dtype=torch.int64, device="cpu").unsqueeze(-1)
     missing = (outside & used).any(dim=1).tolist()
-    return [bad or n > tables.shape[1] for bad, n in zip(missing, blocks, strict=True)]
+    return [
+        bad or count > tables.shape[1] or length > call.max_seq_len
+        for bad, count, length in zip(missing, blocks, lengths, strict=True)
+    ]
