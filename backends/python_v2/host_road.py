@@ -14,6 +14,7 @@ from pagedattn.backends.layouts import CacheShape, read_shape
 from pagedattn.backends.protocol import Call
 from pagedattn.backends.python_v2.cpu_threads import run_on_cores
 from pagedattn.backends.python_v2.plan import Part, plan_sequence
+from pagedattn.backends.python_v2.precision import without_gradients
 from pagedattn.backends.python_v2.walk import Walk
 
 # below this many keys' bytes the threads cost more than they bring
@@ -45,7 +46,7 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
         parts += plan_sequence(call, shape, sequence, slice(first, tokens.stop), length)
 
     def work(parts: Iterator[Part]) -> None:
-        with torch.inference_mode():  # a property of the thread, and this may be a new one
+        with without_gradients(call.out):  # a property of the thread, and this may be a new one
             walk = Walk(call, shape)
             for part in parts:
                 walk.run(part)
