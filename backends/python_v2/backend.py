@@ -29,7 +29,7 @@ class TorchBackend:
 
 def run(call: Call) -> None:
     """Write ``call.out`` and ``call.lse``."""
-    with exact_arithmetic(call.query.device.type):
+    with exact_arithmetic(call.out):
         if call.host_seq_lens is not None:
             run_with_host_lengths(call, call.host_seq_lens)
         else:

@@ -56,7 +56,10 @@ class BlockGather:
         size = list(self._source.shape)
         size[along] = blocks.numel()
         found = torch.empty(size, dtype=self._source.dtype, device=blocks.device)
-        torch.index_select(self._source, along, blocks.flatten(), out=found)
+        if blocks.device.type == "cpu":  # there, index_select may copy the whole cache first
+            found.copy_(self._source[(slice(None),) * along + (blocks.flatten(),)])
+        else:
+            torch.index_select(self._source, along, blocks.flatten(), out=found)
         heads, sequences = size[0], blocks.shape[0]
         dim = self._shape.head_dim
         if self._tokens_inside:

@@ -15,6 +15,7 @@ from pagedattn.backends.layouts import CacheShape, read_shape
 from pagedattn.backends.protocol import Call
 from pagedattn.backends.python_v2.cpu_threads import run_on_cores
 from pagedattn.backends.python_v2.plan import Part, plan_sequence
+from pagedattn.backends.python_v2.precision import without_gradients
 from pagedattn.backends.python_v2.walk import Walk
 
 # below this many keys' bytes the threads cost more than they bring
@@ -33,7 +34,7 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
     if starts is None:
         starts = list(range(len(lengths) + 1))
     _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
-    bad = _names_missing_blocks(call, shape, lengths)
+    bad = _cannot_be_read(call, shape, lengths)
     parts: list[Part] = []
     for sequence, length in enumerate(lengths):
         tokens = slice(starts[sequence], starts[sequence + 1])
@@ -46,7 +47,7 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
         parts += plan_sequence(call, shape, sequence, slice(first, tokens.stop), length)
 
     def work(parts: Iterator[Part]) -> None:
-        with torch.inference_mode():  # a property of the thread, and this may be a new one
+        with without_gradients(call.out):  # a property of the thread, and this may be a new one
             walk = Walk(call, shape)
             for part in parts:
                 walk.run(part)
@@ -66,8 +67,8 @@ def _fill(call: Call, tokens: slice, out: float, lse: float) -> None:
         call.lse[tokens] = lse
 
 
-def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> list[bool]:
-    """Of each sequence, whether a block within its length is not in the cache or the table."""
+def _cannot_be_read(call: Call, shape: CacheShape, lengths: list[int]) -> list[bool]:
+    """Of each sequence: is it too long, or does it name a block that is not in the cache?"""
     blocks = [-(-length // shape.block_size) for length in lengths]
     tables = call.block_tables[:, : max(blocks, default=0)]
     outside = (tables < 0) | (tables >= shape.num_blocks)
@@ -77,7 +78,10 @@ def _names_missing_blocks(call: Call, shape: CacheShape, lengths: list[int]) -> 
         behind = _blocks_behind(call, shape, lengths, call.window)
         used &= slots >= torch.tensor(behind, dtype=torch.int64, device="cpu").unsqueeze(-1)
     missing = (outside & used).any(dim=1).tolist()
-    return [bad or n > tables.shape[1] for bad, n in zip(missing, blocks, strict=True)]
+    return [
+        bad or count > tables.shape[1] or length > call.max_seq_len
+        for bad, count, length in zip(missing, blocks, lengths, strict=True)
+    ]
 
 
 def _blocks_behind(call: Call, shape: CacheShape, lengths: list[int], window: int) -> list[int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class _MatmulPrecision:
@@ -71,13 +72,18 @@ class ExactFp32:
 _guards: dict[str, ExactFp32] = {}
 
 
-@contextmanager
-def exact_arithmetic(device_type: str) -> Iterator[None]:
-    """No gradients, no autocast, and fp32 products that are really fp32.
+def without_gradients(out: Tensor) -> AbstractContextManager[object]:
+    """A context, for the calling thread, in which `out` can be written and nothing is recorded.
 
-    Inference mode, since the caller's tensors may have been made in it, and such tensors can be
-    written nowhere else.
+    A tensor that was made in inference mode can be written in no other.
     """
+    return torch.inference_mode() if out.is_inference() else torch.no_grad()
+
+
+@contextmanager
+def exact_arithmetic(out: Tensor) -> Iterator[None]:
+    """No gradients, no autocast, and fp32 products that are really fp32, where `out` is."""
+    device_type = out.device.type
     guard = _guards.setdefault(device_type, ExactFp32(device_type))
-    with torch.inference_mode(), torch.autocast(device_type, enabled=False), guard:
+    with without_gradients(out), torch.autocast(device_type, enabled=False), guard:
         yield
