@@ -46,7 +46,7 @@ class Timer:
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """Read and copy TB/s of device memory, and µs of a graph of one trivial kernel, on this card now."""
+    """Read and copy TB/s of device memory, and µs of a graph of one trivial kernel, now."""
     size = 4 << 30
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
