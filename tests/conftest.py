@@ -9,6 +9,10 @@ import zlib
 from collections.abc import Callable, Generator
 from typing import Any
 
+# OpenMP's threads spin while they wait; where others use the cores too, the many small products
+# here would take five times as long
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 
