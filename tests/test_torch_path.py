@@ -87,7 +87,8 @@ def test_block_sizes(road: Road, layout: KVLayout, block_size: int) -> None:
 
 @every_road
 def test_a_prompt_longer_than_a_chunk_of_rows(road: Road) -> None:
-    for window in (None, 100):
+    # a tile that starts and ends within blocks, and whose window is whole blocks
+    for window in (None, 97):
         call = make_call([700, 600], query_lens=[700, 300], window=window, dtype=torch.bfloat16)
         assert_right(road(call))
 
@@ -118,9 +119,11 @@ def test_a_negative_length_on_a_device_is_none() -> None:
 def test_a_length_beyond_the_bound_is_nan_for_its_sequence_alone(road: Road) -> None:
     for length in (33, 1000):  # within the table, and beyond it
         lengths = {"seq_lens": torch.tensor([length, 5], dtype=torch.int32)}
-        call = road(make_call([20, 5], max_seq_len=20, host_seq_lens=[length, 5], **lengths))
-        assert_right(call)
-        assert bool(call.out[0].isnan().all())
+        for window in (None, 4):
+            bounds = {"max_seq_len": 20, "window": window, "host_seq_lens": [length, 5]}
+            call = road(make_call([20, 5], **bounds, **lengths))
+            assert_right(call)
+            assert bool(call.out[0].isnan().all())
 
 
 @every_road
@@ -140,7 +143,9 @@ def test_a_block_that_does_not_exist_makes_its_sequence_nan_and_no_other(
 def test_case_11_a_window_holds_exactly_its_last_keys(road: Road, window: int) -> None:
     lengths = [max(window - 1, 1), window, window + 1, 50]
     assert_right(road(make_call(lengths, window=window)))
-    assert_right(road(make_call(lengths, window=window, query_lens=[1, 1, 2, 9])))
+    for splits in (None, 1000):  # 1000: a window's edge falls between any two keys
+        mixed = {"query_lens": [1, 1, 2, 9], "num_splits": splits}
+        assert_right(road(make_call(lengths, window=window, **mixed)))
 
 
 @every_road

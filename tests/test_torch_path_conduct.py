@@ -131,16 +131,13 @@ def test_case_19_fp32_is_fp32_whatever_is_allowed(road: Road, softcap: float | N
 def test_the_guard_of_fp32_lasts_until_the_last_call_is_out() -> None:
     guard = ExactFp32("cpu")
 
-    def allowed() -> str:
-        return guard._precision.read()
-
-    outside = allowed()
+    outside = guard.current
     with guard:
-        inside = allowed()
+        inside = guard.current
         with guard:
             pass
-        assert allowed() == inside != outside
-    assert allowed() == outside
+        assert guard.current == inside != outside
+    assert guard.current == outside
 
 
 @every_road
@@ -210,6 +207,28 @@ def test_splits_are_really_made(splits: int) -> None:
     assert len(windows) >= min(splits, 100)
     assert [start for start, _ in windows] == [0, *(stop for _, stop in windows[:-1])]
     assert windows[-1][1] == 100
+
+
+class _PrecisionSeen(TorchDispatchMode):
+    """Notes what precision fp32 products have, at each operation of the calling thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(ExactFp32("cpu").current)
+        return func(*args, **(kwargs or {}))
+
+
+@every_road
+@pytest.mark.usefixtures("low_precision_allowed")
+def test_case_19_every_operation_runs_under_the_guard(road: Road) -> None:
+    """Not every CPU has a quicker product to fall for."""
+    call = make_call([600], query_lens=[100])
+    with _PrecisionSeen() as products:
+        road(call)
+    assert products.seen <= {"ieee", "highest"}
 
 
 class _NothingWaits(TorchDispatchMode):

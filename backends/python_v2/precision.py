@@ -52,6 +52,11 @@ class ExactFp32:
         self._inside = 0
         self._saved: str | None = None
 
+    @property
+    def current(self) -> str:
+        """The setting as it is now, in torch's words."""
+        return self._precision.read()
+
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
