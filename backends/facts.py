@@ -85,3 +85,13 @@ class Facts:
     device_usable: bool | None = None
     corex_root: str | None = None
     corex_triton: bool = False  # PAGEDATTN_COREX_TRITON=1
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether torch can be expected to reach a GPU: none is hidden, unusable or missing.
+
+        Where the devices are not known yet, the software that is there for one decides.
+        """
+        if self.vendor == "cpu" or self.device_usable is False:
+            return False
+        return bool(self.devices) or self.device_source == "unknown"

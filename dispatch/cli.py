@@ -94,7 +94,7 @@ def _positive(text: str) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     report = capability_report()
     # With no GPU there is nothing that trying could hurt, so the states need not stay open.
-    if arguments.bind or report["host"].get("vendor") == "cpu":
+    if arguments.bind or not report["host"].get("has_gpu", True):
         failed = _try_to_bind()
         report = capability_report()
         report["notes"] += [told for told in failed if told not in report["notes"]]

@@ -60,9 +60,8 @@ def capability_report() -> dict[str, Any]:
 
 def reference_problem(facts: Facts) -> Problem:
     """The decode step that the report speaks of: 24/4/256, blocks of 16, packed."""
-    on_gpu = facts.vendor != "cpu"
-    dtype = torch.float16 if on_gpu else torch.float32
-    device = "cuda:0" if on_gpu else "cpu"
+    dtype = torch.float16 if facts.has_gpu else torch.float32
+    device = "cuda:0" if facts.has_gpu else "cpu"
     return Problem(device, dtype, dtype, num_heads=24, num_kv_heads=4, head_dim=256, block_size=16)
 
 
@@ -83,7 +82,7 @@ def _as_json_has_it(value: Any) -> Any:
 
 
 def _host(facts: Facts) -> dict[str, Any]:
-    host = asdict(facts)
+    host = {**asdict(facts), "has_gpu": facts.has_gpu}
     del host["devices"], host["notes"]
     return host
 

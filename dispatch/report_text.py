@@ -34,7 +34,7 @@ def _show_host(report: dict[str, Any], console: Console) -> None:
     fields = _software(host) if "torch" in host else []
     fields += [(f"device {d['index']}", _device(d)) for d in report["devices"]]
     if not report["devices"]:
-        none = "no GPU found" if host.get("vendor") == "cpu" else "not known yet"
+        none = "not known yet" if host.get("has_gpu") else "no GPU found"
         fields.append(("devices", none))
     for label, text in fields:
         print_field(console, label, text, indent=_INDENT)

@@ -162,4 +162,5 @@ def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[
 def _child_environment(environ: dict[str, str]) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PAGEDATTN_") or "CACHE" in k}
     path = os.pathsep.join(p for p in sys.path if p)
-    return {**kept, "PYTHONPATH": path, "COLUMNS": "80", **environ}
+    # the same on a machine with a GPU as on one without
+    return {**kept, "PYTHONPATH": path, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", **environ}

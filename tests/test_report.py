@@ -78,7 +78,10 @@ def test_before_any_call_it_names_what_would_be_bound(monkeypatch: pytest.Monkey
     assert "? = not tried yet" in text
 
 
-def test_after_a_binding_it_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_binding_it_says_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _simulate("cpu_only", tmp_path, monkeypatch)
     register_backend(FakeBackend("acme", run_fails="wrong"))
     monkeypatch.setenv("PAGEDATTN_BACKEND", "acme,reference")
     bind("cpu")
@@ -96,7 +99,10 @@ def test_after_a_binding_it_says_what_was_found(monkeypatch: pytest.MonkeyPatch)
     assert "reference (1 call): cpu, float32, NHD, 4/2/32" in text
 
 
-def test_a_resolution_that_failed_is_told_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolution_that_failed_is_told_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _simulate("cpu_only", tmp_path, monkeypatch)
     register_backend(FakeBackend("acme", load_fails="unavailable"))
     monkeypatch.setenv("PAGEDATTN_BACKEND", "acme")
     with pytest.raises(BackendUnavailable):
