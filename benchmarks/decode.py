@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pagedattn import paged_attention
 from pagedattn.backends.layouts import from_hnd
+from pagedattn.backends.protocol import KVLayout
 
 SHAPES = "1x100000,1x32768,1x8192,1x1024,8x32768,64x4096,128x1024,256x100"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,27 +37,29 @@ class Work:
     bytes_read: int
 
     def run(self, backend: str, features: dict[str, Any]) -> Tensor:
-        return paged_attention(**self.arguments, out=self.out, backend=backend, **features)
+        # a dict of arguments hides from the overloads that no log-sum-exp is asked for
+        out: Tensor = paged_attention(**self.arguments, out=self.out, backend=backend, **features)
+        return out
 
 
 def make(
-    batch: int, context: int, queries: int, heads: tuple[int, int, int], block: int, layout: str,
-    dtype: torch.dtype, kv_dtype: torch.dtype,
+    batch: int, context: int, queries: int, heads: tuple[int, int, int], block: int,
+    layout: KVLayout, dtype: torch.dtype, kv_dtype: torch.dtype,
 ) -> Work:  # fmt: skip
     num_heads, num_kv_heads, head_dim = heads
     per_sequence = -(-context // block)
     shape = (batch * per_sequence, num_kv_heads, block, head_dim)
-    caches = []
+    caches: list[Tensor] = []
     for _ in range(2):
         dense = torch.empty(shape, dtype=dtype, device="cuda").normal_()
         if kv_dtype == torch.int8:
             dense = dense.mul_(32).round_().clamp_(-127, 127)
         caches.append(dense.to(kv_dtype))
-    keys, values = from_hnd(*caches, layout)
+    keys, values = from_hnd(caches[0], caches[1], layout)
     del caches
     tables = torch.randperm(shape[0], device="cuda").view(batch, -1).to(torch.int32)
     query = torch.randn(batch * queries, num_heads, head_dim, dtype=dtype, device="cuda")
-    arguments = {
+    arguments: dict[str, Any] = {
         "query": query, "key_cache": keys, "value_cache": values, "block_tables": tables,
         "seq_lens": torch.full((batch,), context, dtype=torch.int32, device="cuda"),
         "kv_layout": layout, "max_seq_len": context,
@@ -110,7 +113,8 @@ def main() -> None:
     limits = ceilings(timer)
     print({k: round(v, 2) for k, v in limits.items()})
     rows = []
-    heads = tuple(int(n) for n in a.heads.split("/"))
+    num_heads, num_kv_heads, head_dim = (int(n) for n in a.heads.split("/"))
+    heads = (num_heads, num_kv_heads, head_dim)
     for shape, layout, dtype, kv, queries in product(
         a.shapes.split(","), a.layouts.split(","), a.dtype.split(","), a.kv_dtype.split(","),
         a.queries.split(","),
@@ -122,8 +126,8 @@ def main() -> None:
             row = measure(timer, work, backend, a, limits)
             row |= {
                 "backend": backend, "layout": layout, "dtype": dtype,
-                "kv_dtype": dtype if kv == "same" else kv, "num_heads": heads[0],
-                "num_kv_heads": heads[1], "head_dim": heads[2], "block_size": a.block,
+                "kv_dtype": dtype if kv == "same" else kv, "num_heads": num_heads,
+                "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": a.block,
                 "batch": batch, "context": context, "query_len": int(queries),
                 "features": ["batch_invariant"] if a.batch_invariant else [],
             }  # fmt: skip

@@ -74,7 +74,7 @@ def test_quantised_caches_with_each_kind_of_scale(
 def test_head_sizes_and_groups(
     road: Road, layout: KVLayout, head_dim: int, heads: int, kv_heads: int
 ) -> None:
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     assert_right(road(make_call([40, 5], layout=layout, **shape)))
 
 
@@ -118,10 +118,10 @@ def test_a_negative_length_on_a_device_is_none() -> None:
 @every_road
 def test_a_length_beyond_the_bound_is_nan_for_its_sequence_alone(road: Road) -> None:
     for length in (33, 1000):  # within the table, and beyond it
-        lengths = {"seq_lens": torch.tensor([length, 5], dtype=torch.int32)}
+        lengths = torch.tensor([length, 5], dtype=torch.int32)
         for window in (None, 4):
-            bounds = {"max_seq_len": 20, "window": window, "host_seq_lens": [length, 5]}
-            call = road(make_call([20, 5], **bounds, **lengths))
+            bounds: dict[str, Any] = {"max_seq_len": 20, "host_seq_lens": [length, 5]}
+            call = road(make_call([20, 5], seq_lens=lengths, window=window, **bounds))
             assert_right(call)
             assert bool(call.out[0].isnan().all())
 
@@ -144,7 +144,7 @@ def test_case_11_a_window_holds_exactly_its_last_keys(road: Road, window: int) -
     lengths = [max(window - 1, 1), window, window + 1, 50]
     assert_right(road(make_call(lengths, window=window)))
     for splits in (None, 1000):  # 1000: a window's edge falls between any two keys
-        mixed = {"query_lens": [1, 1, 2, 9], "num_splits": splits}
+        mixed: dict[str, Any] = {"query_lens": [1, 1, 2, 9], "num_splits": splits}
         assert_right(road(make_call(lengths, window=window, **mixed)))
 
 

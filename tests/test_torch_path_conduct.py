@@ -250,8 +250,8 @@ class _NothingWaits(TorchDispatchMode):
 def test_case_16_the_device_road_waits_for_nothing(
     layout: KVLayout, queries: list[int] | None
 ) -> None:
-    features = {"window": 40, "softcap": 5.0, "sinks": torch.ones(6)}
-    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.5, 2.0])}
+    features: dict[str, Any] = {"window": 40, "softcap": 5.0, "sinks": torch.ones(6)}
+    scales: dict[str, Any] = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.5, 2.0])}
     call = make_call([1, 17, 0, 333], layout=layout, query_lens=queries, **features, **scales)
     with _NothingWaits():
         by_device_road(call)
@@ -276,7 +276,7 @@ def test_case_14_and_16_a_captured_graph_follows_lengths_and_tables(
     layout: KVLayout, queries: list[int] | None
 ) -> None:
     host = make_call([300, 40], layout=layout, dtype=torch.float16, query_lens=queries)
-    tensors = {k: v.cuda() for k, v in vars(host).items() if isinstance(v, Tensor)}
+    tensors: dict[str, Any] = {k: v.cuda() for k, v in vars(host).items() if isinstance(v, Tensor)}
     call = replace(host, **tensors)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -365,7 +365,7 @@ def test_a_failure_on_a_thread_reaches_the_caller() -> None:
 
 @every_layout
 def test_many_cores_and_one_make_the_same_of_a_long_context(layout: KVLayout) -> None:
-    shape = {"heads": 24, "kv_heads": 4, "head_dim": 256, "layout": layout}
+    shape: dict[str, Any] = {"heads": 24, "kv_heads": 4, "head_dim": 256, "layout": layout}
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
