@@ -16,6 +16,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -40,17 +41,38 @@ def _libraries() -> ctypes.CDLL | None:
     return None
 
 
-def _limit_this_thread(threads: int) -> bool:
-    """Make torch's operations on the calling thread use `threads` cores; False if it cannot."""
+def _limit_this_thread(threads: int) -> int | None:
+    """Make torch's operations on the calling thread use `threads` cores.
+
+    Returns
+    -------
+    What MKL's limit for this thread was (0: none of its own), or None if it cannot be done.
+    """
     library = _libraries()
     torch.get_num_threads()  # a thread's first operation resets its limit: let that be past
     try:
         library.omp_set_num_threads(threads)  # type: ignore[union-attr]
     except AttributeError:
-        return False
+        return None
+    before = 0
     with contextlib.suppress(AttributeError):  # a torch without MKL
-        library.MKL_Set_Num_Threads_Local(threads)  # type: ignore[union-attr]
-    return torch.get_num_threads() == threads
+        before = library.MKL_Set_Num_Threads_Local(threads)  # type: ignore[union-attr]
+    return before if torch.get_num_threads() == threads else None
+
+
+@contextlib.contextmanager
+def _limited(threads: int) -> Iterator[None]:
+    """A context in which the calling thread's operations use `threads` cores."""
+    cores = torch.get_num_threads()
+    before = _limit_this_thread(threads)
+    try:
+        yield
+    finally:
+        library = _libraries()
+        if library is not None:
+            library.omp_set_num_threads(cores)
+            with contextlib.suppress(AttributeError):
+                library.MKL_Set_Num_Threads_Local(before or 0)
 
 
 @functools.cache
@@ -58,10 +80,20 @@ def threads_can_be_limited() -> bool:
     """Whether a thread can be held to one core without changing the rest of the process."""
     before = torch.get_num_threads()
     found: list[bool] = []
-    trial = threading.Thread(target=lambda: found.append(_limit_this_thread(1)))
+    trial = threading.Thread(target=lambda: found.append(_limit_this_thread(1) is not None))
     trial.start()
     trial.join()
     return found == [True] and torch.get_num_threads() == before
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that wait for work: to start one takes milliseconds where the cores are busy."""
+    return ThreadPoolExecutor(MAX_WORKERS - 1, thread_name_prefix="pagedattn")
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool, but not its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 class _Shared(Iterator[Task]):
@@ -84,7 +116,7 @@ class _Shared(Iterator[Task]):
 
 
 def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> None:
-    """Let threads draw from `tasks` until none is left.
+    """Let this and other threads draw from `tasks` until none is left.
 
     Parameters
     ----------
@@ -104,23 +136,20 @@ def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> N
         work(iter(tasks))
         return
     shared = _Shared(tasks)
-    failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            _limit_this_thread(cores // workers)
-            work(shared)
-        except BaseException as failure:  # handed to the caller's thread below
-            failures.append(failure)
-            shared.stop()
+            with _limited(cores // workers):
+                work(shared)
+        finally:
+            shared.stop()  # all done, or one failed and the others need not go on
 
-    threads = [threading.Thread(target=run, name=f"pagedattn-{i}") for i in range(workers)]
+    helpers = [_pool().submit(run) for _ in range(1, workers)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run()
     finally:
-        shared.stop()  # an interrupt of the caller ends the threads too
-    if failures:
-        raise failures[0]
+        # a helper that has not begun by now (other calls have them all) has nothing to do
+        begun = [helper for helper in helpers if not helper.cancel()]
+        wait(begun)
+    for helper in begun:
+        helper.result()

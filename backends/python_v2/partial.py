@@ -45,27 +45,23 @@ def fused_works(dtype: torch.dtype) -> bool:
 def fused_partial(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The state of `query` ``[kv_heads, rows, head_dim]`` over a window, by the fused operation.
+    """The state of `query` ``[1, kv_heads, rows, head_dim]`` over a window, by one operation.
 
     Parameters
     ----------
-    keys, values : ``[kv_heads, tokens, head_dim]``, of the query's dtype, head_dim dense
+    keys, values : ``[1, kv_heads, tokens, head_dim]``, of the query's dtype, head_dim dense
     scale : of the scores
-    bias : float32 ``[kv_heads or 1, rows, tokens]``, added to the scaled scores
+    bias : float32 ``[1, kv_heads or 1, rows, tokens]``, added to the scaled scores
 
     Returns
     -------
-    ``[kv_heads, rows, head_dim]`` of the query's dtype, and float32 ``[kv_heads, rows]``;
+    ``[1, kv_heads, rows, head_dim]`` of the query's dtype, and float32 ``[1, kv_heads, rows]``;
     of a row whose bias is −inf throughout neither means anything.
     """
-    out, lse = _fused_operation()(
-        query[None],
-        keys[None],
-        values[None],
-        attn_mask=None if bias is None else bias[None],
-        scale=scale,
+    result: tuple[Tensor, Tensor] = _fused_operation()(
+        query, keys, values, attn_mask=bias, scale=scale
     )
-    return out[0], lse[0]
+    return result
 
 
 def matmul_partial(
@@ -77,14 +73,14 @@ def matmul_partial(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """As `fused_partial`, by matrix products in fp32, and with a soft cap."""
-    scores = torch.bmm(query.float(), keys.float().transpose(1, 2)).mul_(scale)
+    scores = torch.matmul(query.float(), keys.float().transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
         scores = scores.add_(bias)
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-    return torch.bmm(weights, values.float()), lse
+    return torch.matmul(weights, values.float()), lse
 
 
 def score_bias(
@@ -101,7 +97,7 @@ def score_bias(
 
     Returns
     -------
-    float32 ``[kv_heads or 1, rows, tokens]``
+    float32 ``[1, kv_heads or 1, rows, tokens]``
     """
     distance = key_positions - query_positions.unsqueeze(-1)  # [rows, tokens]
     hidden = distance > 0
@@ -109,5 +105,5 @@ def score_bias(
         hidden = hidden | (distance <= -window)
     if slopes is None:
         bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        return bias.masked_fill_(hidden, -torch.inf).unsqueeze(0)
-    return (slopes.unsqueeze(-1) * distance).masked_fill_(hidden, -torch.inf)
+        return bias.masked_fill_(hidden, -torch.inf)[None, None]
+    return (slopes.unsqueeze(-1) * distance).masked_fill_(hidden, -torch.inf).unsqueeze(0)

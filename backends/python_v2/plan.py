@@ -22,6 +22,8 @@ from pagedattn.backends.python_v2.running import State, merge_states
 CHUNK_ROWS = 768
 # keys and values of one window, so that they stay in a core's cache too
 WINDOW_BYTES = 2 << 20
+# more parts than cores, so that a core that is busy elsewhere does not hold up the others
+PARTS_A_CORE = 2
 
 
 @dataclass
@@ -89,7 +91,7 @@ def plan_sequence(
     """
     position = length - (tokens.stop - tokens.start)
     step = max(1, CHUNK_ROWS // (call.query.shape[1] // shape.num_kv_heads))
-    cores = torch.get_num_threads()
+    most_parts = PARTS_A_CORE * torch.get_num_threads()
     for at in range(tokens.start, tokens.stop, step):
         chunk_tokens = slice(at, min(tokens.stop, at + step))
         chunk = Chunk(sequence, chunk_tokens, position + at - tokens.start)
@@ -98,7 +100,7 @@ def plan_sequence(
         size = window_tokens(call, shape, newest - oldest)
         windows = list(cut(oldest, newest, size, shape.block_size))
         # a long prompt's chunks keep the cores busy; a decode step has only its keys to share
-        share = -(-len(windows) // (cores if tokens.stop - tokens.start <= step else 1))
+        share = -(-len(windows) // (1 if tokens.stop - tokens.start > step else most_parts))
         runs = [windows[i : i + share] for i in range(0, len(windows), share)]
         chunk.states = [None] * len(runs)
         yield from (Part(chunk, index, run) for index, run in enumerate(runs))

@@ -19,33 +19,52 @@ def merge_states(states: list[State]) -> State:
     )
 
 
-class RunningState:
-    """The state over the windows walked so far, merged in place.
+# a decode step's states are small: so many of them are kept, then merged in one go
+PENDING_STATES = 16
+PENDING_BYTES = 4 << 20
 
-    The maths of `states.merge` for two states: the weights of both are a sigmoid of the
-    difference of their log-sum-exps. In place, since a decode step's state is small and its
-    windows are many: a stack of states would be passed over several times.
+
+class RunningState:
+    """The state over the windows walked so far: the maths of `states.merge`, with less memory.
+
+    Operations are few on purpose. Each of them lets another thread take the interpreter, and
+    waiting to have it back costs more than the operation.
     """
 
     def __init__(self) -> None:
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._states: list[State] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Add the state over one more window; where `lse` is −inf, `out` must be finite."""
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out.float(), lse
-            return
-        # two empty states: −inf − −inf
-        weight = torch.sigmoid(lse - self._lse).nan_to_num_(0.0)
-        self._out.lerp_(out.float(), weight.unsqueeze(-1))
-        torch.logaddexp(self._lse, lse, out=self._lse)
+        self._states.append((out, lse))
+        most = max(2, min(PENDING_STATES, PENDING_BYTES // max(1, 4 * out.numel())))
+        if len(self._states) >= most:
+            self._states = [self._merged()]
 
     def total(self) -> State:
         """The state over all windows, float32; at least one was added."""
-        if self._out is None or self._lse is None:
-            raise RuntimeError("no window was walked")
-        return self._out, self._lse
+        return self._merged()
+
+    def _merged(self) -> State:
+        if len(self._states) == 1:
+            out, lse = self._states[0]
+            return out.float(), lse
+        if len(self._states) == 2:
+            return _merge_into(*self._states)
+        lses = torch.stack([lse for _, lse in self._states])
+        total = torch.logsumexp(lses, dim=0)
+        # −inf − −inf, where all states are empty
+        weights = lses.sub_(total).exp_().nan_to_num_(0.0).unsqueeze(-1)
+        outs = torch.stack([out for out, _ in self._states]).float()
+        return outs.mul_(weights).sum(dim=0), total
+
+
+def _merge_into(first: State, second: State) -> State:
+    """The state of two, in the memory of the first: the weights are a sigmoid."""
+    out, lse = first[0].float(), first[1]
+    weight = torch.sigmoid(second[1] - lse).nan_to_num_(0.0)  # of two empty states: NaN
+    out.lerp_(second[0].float(), weight.unsqueeze(-1))
+    return out, torch.logaddexp(lse, second[1])
 
 
 class StateStack:

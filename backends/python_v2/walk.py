@@ -56,13 +56,13 @@ class Walk:
             self._write(chunk, whole)
 
     def _rows(self, chunk: Chunk) -> Tensor:
-        """The chunk's queries as ``[kv_heads, tokens × group, head_dim]``."""
+        """The chunk's queries as ``[1, kv_heads, tokens × group, head_dim]``."""
         tokens = self._call.query[chunk.tokens].to(self._dtype)
         by_head = torch.unflatten(tokens, 1, (self._shape.num_kv_heads, -1)).transpose(0, 1)
-        return by_head.flatten(1, 2)  # no copy if there is one token
+        return by_head.flatten(1, 2).unsqueeze(0)  # no copy if there is one token
 
     def _partial(self, chunk: Chunk, query: Tensor, ids: Tensor, start: int, stop: int) -> State:
-        bias = self._bias(chunk, query.shape[1], start, stop)
+        bias = self._bias(chunk, query.shape[2], start, stop)
         first = start // self._shape.block_size
         ids = ids[first : -(-stop // self._shape.block_size)]
         skip = start - first * self._shape.block_size
@@ -97,7 +97,7 @@ class Walk:
 
     def _write(self, chunk: Chunk, state: State) -> None:
         """Write a chunk's state to the call's results."""
-        out, lse = state
+        out, lse = state[0].squeeze(0), state[1].squeeze(0)
         tokens = chunk.tokens.stop - chunk.tokens.start
         out = torch.unflatten(out, 1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H, D]
         lse = torch.unflatten(lse, 1, (tokens, -1)).transpose(0, 1).flatten(1, 2)  # [tokens, H]

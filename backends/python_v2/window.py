@@ -51,7 +51,7 @@ class _Views(NamedTuple):
     target: Tensor  # of the scratch, in the elements of `blocks`
     gathered: Tensor  # [tokens, kv_heads, head_dim]
     converted: Tensor | None  # likewise, in another dtype
-    result: Tensor  # [kv_heads, tokens, head_dim]
+    result: Tensor  # [1, kv_heads, tokens, head_dim]
 
 
 class WindowReader:
@@ -89,7 +89,7 @@ class WindowReader:
             self._converted = torch.empty(size, dtype=dtype, device=cache.device)
 
     def read(self, ids: Tensor, skip: int, tokens: int) -> Tensor:
-        """Some tokens of a sequence, ``[kv_heads, tokens, head_dim]``.
+        """Some tokens of a sequence, ``[1, kv_heads, tokens, head_dim]``.
 
         Parameters
         ----------
@@ -119,7 +119,8 @@ class WindowReader:
         gathered = scratch[skip : skip + tokens].view(self._cache_dtype)
         converted = None if self._converted is None else self._converted[:tokens]
         result = gathered if converted is None else converted
-        return _Views(blocks, target, gathered, converted, result.transpose(0, 1))
+        result = result.transpose(0, 1).unsqueeze(0)
+        return _Views(blocks, target, gathered, converted, result)
 
 
 def _with_elements_of(blocks: Tensor, scratch: Tensor) -> Tensor:
