@@ -60,7 +60,7 @@ def _decode() -> str:
     limits = record["ceilings"]
     return (
         f"A decode step at 24/4/256 in fp16, blocks of 16, shuffled, on an "
-        f"{record['environment']['device']}: µs by graph replay with a cold L2, and in brackets the "
+        f"{record['environment']['device']}: µs by graph replay with a cold L2, in brackets the "
         f"share of the read ceiling of that run ({limits['read_tbps']:.2f} TB/s; a graph of one "
         f"trivial kernel takes {limits['empty_graph_us']:.1f} µs).\n\n"
         + _table(lines)
@@ -88,9 +88,9 @@ def _cpu() -> str:
         lines.append([f"{batch} × {context:,}", dtype, *cells])
     extra = max(r["extra_bytes"] for r in record["rows"] if r.get("extra_bytes"))
     return (
-        "`torch` on a CPU, as a multiple of the time that torch's own attention takes over keys and "
-        "values that already lie contiguous (medians of pairs); a call over 100,000 tokens takes "
-        f"{extra / 2**20:.0f} MiB beyond its arguments.\n\n"
+        "`torch` on a CPU, as a multiple of the time that torch's own attention takes over keys "
+        "and values that already lie contiguous (medians of pairs); a call over 100,000 tokens "
+        f"takes {extra / 2**20:.0f} MiB beyond its arguments.\n\n"
         + _table(lines)
         + f"\n\n{_source(record)}, {record['environment']['host']}."
     )

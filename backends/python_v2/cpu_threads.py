@@ -27,9 +27,6 @@ Task = TypeVar("Task")
 MAX_WORKERS = 8
 
 
-_PAUSE_SOFT = 1  # omp_pause_soft
-
-
 @functools.cache
 def _libraries() -> ctypes.CDLL | None:
     """torch's own library, through which the OpenMP and MKL that it is linked to are found."""
@@ -61,16 +58,6 @@ def _limit_this_thread(threads: int) -> int | None:
     with contextlib.suppress(AttributeError):  # a torch without MKL
         before = library.MKL_Set_Num_Threads_Local(threads)  # type: ignore[union-attr]
     return before if torch.get_num_threads() == threads else None
-
-
-def _end_idle_threads() -> None:
-    """End the threads of this thread's last operation; the next one has new ones.
-
-    They would spin for milliseconds, in case another operation came, on the cores that the
-    tasks are for.
-    """
-    with contextlib.suppress(AttributeError):  # OpenMP before 5.0
-        _libraries().omp_pause_resource_all(_PAUSE_SOFT)  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -157,7 +144,6 @@ def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> N
         finally:
             shared.stop()  # all done, or one failed and the others need not go on
 
-    _end_idle_threads()
     helpers = [_pool().submit(run) for _ in range(1, workers)]
     try:
         run()
