@@ -27,9 +27,9 @@ ORDER: dict[Vendor, tuple[Entry, ...]] = {
     ),
     "other": (_FLOOR,),
     "cpu": (
-        Entry("cuda", "needs a GPU; listed so that the report can say so"),
-        Entry("triton", "needs a GPU; its interpreter is for tests and must be forced"),
         _FLOOR,
+        Entry("triton", "needs a GPU; its interpreter is for tests and must be forced"),
+        Entry("cuda", "needs a GPU; listed so that the report can say so"),
     ),
 }
 

@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "pagedattn.backends"
 
 _BUILTIN = {
     "cuda": ("pagedattn.backends.cuda_backend", "CudaBackend"),
-    "triton": ("pagedattn.backends.triton_backend", "TritonBackend"),
+    "triton": ("pagedattn.backends.triton.backend", "TritonBackend"),
     "torch": ("pagedattn.backends.python_v2.backend", "TorchBackend"),
     "reference": ("pagedattn.backends.reference", "ReferenceBackend"),
 }

@@ -43,7 +43,7 @@ def test_report_piped_is_plain_and_json_is_json() -> None:
 
 def test_report_in_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report"]) == 0
-    assert "requested  auto: cuda, triton, torch" in _plain(capsys.readouterr().out)
+    assert "requested  auto: torch, triton, cuda" in _plain(capsys.readouterr().out)
 
 
 def test_report_survives_a_binding_that_fails_in_any_way(

@@ -73,7 +73,7 @@ def test_before_any_call_it_names_what_would_be_bound(monkeypatch: pytest.Monkey
     assert [torch_row[s] for s in STATES] == [True, None, None, True]
     assert found["chain"]["requested"] == "auto"
     assert found["chain"]["resolved"] == "torch"
-    assert found["chain"]["order"] == ["cuda", "triton", "torch"]
+    assert found["chain"]["order"] == ["torch", "triton", "cuda"]
     assert chain.bindings() == ()  # asking bound nothing
     assert "? = not tried yet" in text
 

@@ -1,0 +1,163 @@
+"""From a `Call` to kernel launches: which kernels, how many splits, what goes where."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.protocol import Call, Problem
+from pagedattn.backends.triton import overlap, tuning
+from pagedattn.backends.triton.kernel_cache import KernelCache
+
+#: tokens of a split in the batch-invariant mode: fixed, so that a row's splits are its own
+INVARIANT_TOKENS = 2048
+MAX_SPLITS = 65535  # of a grid's second dimension
+
+
+class Splits(NamedTuple):
+    number: int
+    min_tokens: int  # the fewest that a split walks
+
+
+class TritonRunner:
+    """Runs calls of one class of problems."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._short = tuning.decode_queries(problem.group)
+        on_gpu = problem.device_type == "cuda"
+        self._device = torch.device(problem.device).index if on_gpu else None
+        self._overlap = on_gpu and overlap.usable(problem.device)
+        self._kernels = KernelCache(problem, self._overlap)
+
+    def __call__(self, call: Call) -> None:
+        if self._device is None or self._device == torch.cuda.current_device():
+            self._run(call)
+            return
+        with torch.cuda.device(self._device):
+            self._run(call)
+
+    def _run(self, call: Call) -> None:
+        if call.query_start_loc is None:
+            self._decode(call, 1)
+            return
+        if self._may_decode(call):
+            self._decode(call, min(self._short, call.max_query_len))
+        if call.max_query_len > self._short:
+            self._prefill(call)
+
+    def _may_decode(self, call: Call) -> bool:
+        """Whether a sequence may have few query tokens, or a token no sequence at all."""
+        starts = call.host_query_start
+        if starts is None or starts[-1] < call.query.shape[0]:
+            return True
+        return any(0 < end - start <= self._short for start, end in pairwise(starts))
+
+    def _decode(self, call: Call, queries: int) -> None:
+        num_seqs = call.seq_lens.shape[0]
+        num_rows = tuning.rows(self._problem.group, queries)
+        work = num_seqs * self._problem.num_kv_heads * call.max_seq_len
+        tiling = tuning.decode_tiling(self._problem, num_rows, work)
+        splits = self._splits(call, tiling, num_seqs)
+        # tokens of no sequence are the merge's to write, so with those there has to be one
+        partial = splits.number > 1 or call.query_start_loc is not None
+        out = _workspace(call, splits.number) if partial else call.out
+        self._kernels.decode(call, tiling, num_rows, queries, partial)(
+            (self._problem.num_kv_heads, splits.number, num_seqs),
+            _pointers(call, out),
+            (*_numbers(call), *splits, self._short),
+        )
+        if partial:
+            self._merge(call, out, splits, tiling.tile)
+
+    def _merge(self, call: Call, partial: Tensor, splits: Splits, tile: int) -> None:
+        num_tokens, num_heads, head_dim = call.query.shape
+        lens, out = call.seq_lens, call.out
+        lanes = min(128, 1 << (splits.number - 1).bit_length())
+        dims = max(32, min(tuning.padded(head_dim), 4096 // lanes))
+        self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None)(
+            (num_tokens, num_heads, -(-head_dim // dims)),
+            (
+                partial,
+                lens,
+                lens if call.query_start_loc is None else call.query_start_loc,
+                out,
+                lens if call.lse is None else call.lse,
+                lens if call.sinks is None else call.sinks,
+            ),
+            (
+                lens.shape[0], num_tokens, call.max_seq_len, call.window or 0,
+                out.stride(0), out.stride(1), *splits, self._short,
+            ),
+        )  # fmt: skip
+
+    def _prefill(self, call: Call) -> None:
+        queries = tuning.prefill_queries(self._problem)
+        num_seqs = call.seq_lens.shape[0]
+        tiles = call.query.shape[0] // queries + num_seqs + 1
+        self._kernels.prefill(call, tuning.prefill_tiling(self._problem), queries)(
+            (self._problem.num_kv_heads, tiles, 1),
+            _pointers(call, call.out),
+            (*_numbers(call), num_seqs, self._short),
+        )
+
+    def _splits(self, call: Call, tiling: tuning.Tiling, num_seqs: int) -> Splits:
+        """From bounds that the host knows: no length is read."""
+        tokens = call.max_seq_len
+        if call.batch_invariant:
+            return Splits(max(1, -(-tokens // INVARIANT_TOKENS)), INVARIANT_TOKENS)
+        if call.window is not None:
+            tokens = min(tokens, call.window + call.max_query_len)
+        if call.num_splits is not None:
+            most = max(1, -(-tokens // tiling.tile))
+            return Splits(min(call.num_splits, most, MAX_SPLITS), tiling.tile)
+        groups = num_seqs * self._problem.num_kv_heads
+        count = tuning.split_count(groups, tokens, self._problem.device, tiling)
+        return Splits(count, tiling.min_tokens)
+
+
+def _workspace(call: Call, splits: int) -> Tensor:
+    """Each split's outputs and log-sum-exps; of this call, as the allocator keeps streams apart."""
+    num_tokens, num_heads, head_dim = call.query.shape
+    size = splits * num_tokens * num_heads * (head_dim + 1)
+    return torch.empty(size, dtype=torch.float32, device=call.query.device)
+
+
+def _pointers(call: Call, out: Tensor) -> tuple[Tensor, ...]:
+    """What the decode and the prefill kernel take first. One that a problem lacks is never
+    followed, so anything stands for it."""
+    lens = call.seq_lens
+    return (
+        call.query,
+        call.key_cache,
+        call.value_cache,
+        call.block_tables,
+        lens,
+        lens if call.query_start_loc is None else call.query_start_loc,
+        out,
+        lens if call.lse is None else call.lse,
+        lens if call.alibi_slopes is None else call.alibi_slopes,
+        lens if call.sinks is None else call.sinks,
+        call.k_scale if isinstance(call.k_scale, Tensor) else lens,
+        call.v_scale if isinstance(call.v_scale, Tensor) else lens,
+    )
+
+
+def _numbers(call: Call) -> tuple[float, ...]:
+    """What the two take next."""
+    query_strides, out_strides = call.query.stride(), call.out.stride()
+    return (
+        call.scale * call.k_scale if isinstance(call.k_scale, float) else call.scale,
+        1.0 if call.softcap is None else call.softcap,
+        call.v_scale if isinstance(call.v_scale, float) else 1.0,
+        call.query.shape[0],
+        call.key_cache.shape[0],
+        call.max_seq_len,
+        call.window or 0,
+        call.block_tables.stride(0),
+        *query_strides[:2],
+        *out_strides[:2],
+    )

@@ -1,0 +1,100 @@
+"""Tile sizes, measured, by what decides them; and how many splits a launch gets."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from pagedattn.backends.protocol import Problem
+
+
+class Tiling(NamedTuple):
+    tile: int  # tokens of a tile of keys
+    num_warps: int
+    num_stages: int
+    programs_per_sm: float  # resident programs that the splits aim for
+    key_cube: bool  # load packed keys as [D/x, tokens, x], so that a warp reads whole runs
+    min_tokens: int  # of a split: shorter ones cost more in the merge than they save
+
+
+#: more would make the merge, and its memory, outweigh what they gain
+MAX_SPLITS = 1024
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that holds a head, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def decode_queries(group: int) -> int:
+    """Sequences of up to so many query tokens are decode rows: they share a tile."""
+    return max(1, min(16, 64 // group))
+
+
+def rows(group: int, queries: int) -> int:
+    """Rows of a tile: a power of two of at least 16, which is what `tl.dot` takes."""
+    return max(16, 1 << (group * queries - 1).bit_length())
+
+
+def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
+    """Measured on an H200 at 24/4/256; other sizes keep its bytes per tile.
+
+    `work` is an upper bound of the tokens that all KV heads of all sequences walk together:
+    where it is small, a program's latency counts and not how many bytes are in flight.
+    """
+    size = padded(problem.head_dim) * max(2, problem.kv_dtype.itemsize)  # bytes of a token
+
+    def tile(bytes_of_tile: int) -> int:
+        return _within(bytes_of_tile // size, 16, 64)
+
+    whole = problem.head_dim == padded(problem.head_dim)
+    if num_rows > 16:
+        if problem.kv_layout == "packed":
+            return Tiling(tile(16384), 2 if num_rows == 32 else 4, 2, 2.0, False, 64)
+        return Tiling(tile(16384), 4, 2, 3.0, False, 64)
+    if problem.kv_dtype.itemsize == 1 and work > 8192:
+        return Tiling(tile(16384), 2, 2, 4.0, whole and problem.kv_layout == "packed", 64)
+    if problem.kv_layout == "packed" and work > 8192:
+        if work <= 65536:
+            return Tiling(tile(16384), 2, 1, 4.0, whole, 64)
+        return Tiling(tile(8192), 1, 2, 4.0, whole, 64)
+    if 8192 < work <= 65536:
+        return Tiling(tile(16384), 4, 2, 3.0, False, 64)
+    return Tiling(tile(32768), 4, 2, 2.0, False, 64)
+
+
+def prefill_tiling(problem: Problem) -> Tiling:
+    """Measured on an H200 at 24/4/256 in bf16."""
+    if problem.dtype == torch.float32 or padded(problem.head_dim) > 256:
+        return Tiling(32, 8, 1, 1.0, False, 0)
+    return Tiling(64, 8, 1 if problem.kv_layout == "packed" else 2, 1.0, False, 0)
+
+
+def prefill_queries(problem: Problem) -> int:
+    """Query tokens of a tile: as many as fill its rows."""
+    budget = 64 if problem.dtype == torch.float32 or padded(problem.head_dim) > 256 else 128
+    return max(1, budget // problem.group)
+
+
+def _within(value: int, low: int, high: int) -> int:
+    return max(low, min(high, value))
+
+
+@functools.cache
+def multiprocessors(device: str) -> int:
+    if not device.startswith("cuda"):
+        return 8  # the interpreter: enough to make splits happen
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def split_count(groups: int, max_len: int, device: str, tiling: Tiling) -> int:
+    """Splits of each sequence, from the grid's upper bound: no length is read.
+
+    `groups` is sequences × KV heads.
+    """
+    wanted = int(multiprocessors(device) * tiling.programs_per_sm) // groups
+    most = -(-max_len // max(tiling.tile, tiling.min_tokens))
+    return max(1, min(wanted, most, MAX_SPLITS))

@@ -1,0 +1,119 @@
+"""The decode kernels compiled for GPUs that are not here: what they need of registers and shared
+memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pagedattn.backends.protocol import KVLayout, Problem
+from pagedattn.backends.triton import kernels, tuning
+
+# bytes of shared memory that a block may have
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
+# bytes of stack at most: a few registers; what spills in earnest takes hundreds
+STACK_LIMIT = {80: 32, 90: 8}
+_TYPES = {torch.float16: ("fp16", tl.float16), torch.bfloat16: ("bf16", tl.bfloat16)}
+
+
+def _strides(layout: KVLayout, p: Problem) -> dict[str, int]:
+    kv, d, bs = p.num_kv_heads, p.head_dim, p.block_size
+    if layout == "packed":
+        return {
+            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": 8, "K_CHUNK": bs * 8, "X": 8,
+            "V_BLOCK": kv * d * bs, "V_HEAD": d * bs, "V_TOKEN": 1, "V_DIM": bs,
+        }  # fmt: skip
+    return {
+        "K_BLOCK": kv * d * bs, "K_HEAD": d, "K_TOKEN": kv * d, "K_CHUNK": 0, "X": d,
+        "V_BLOCK": kv * d * bs, "V_HEAD": d, "V_TOKEN": kv * d, "V_DIM": 1,
+    }  # fmt: skip
+
+
+def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any]:
+    return {
+        "NUM_HEADS": p.num_heads, **_strides(p.kv_layout, p), "BLOCK_SIZE": p.block_size,
+        "TILE": tiling.tile, "D": p.head_dim, "D_PAD": tuning.padded(p.head_dim),
+        "GROUP": p.group, "ROWS": tuning.rows(p.group, queries), "TILE_QUERIES": queries,
+        "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": False, "HAS_ALIBI": False,
+        "HAS_SINKS": False, "K_SCALES": 0, "V_SCALES": 0, "HAS_LSE": False, "PARTIAL": True,
+        "V_RUN": 8 if p.kv_layout == "packed" else 1, "DOT_TYPE": _TYPES[p.dtype][1],
+        "K_CUBE": tiling.key_cube, "OVERLAP": False,
+    }  # fmt: skip
+
+
+def _compile(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
+    """Compile the decode kernel: bytes of stack (spills) and of shared memory."""
+    tiling = tuning.decode_tiling(p, tuning.rows(p.group, queries), work)
+    constants = _constants(p, tiling, queries)
+    name = _TYPES[p.dtype][0]
+    signature: dict[str, str] = {}
+    for parameter in kernels.decode.arg_names:
+        if parameter in constants:
+            signature[parameter] = "constexpr"
+        elif parameter in ("query_ptr", "key_ptr", "value_ptr"):
+            signature[parameter] = f"*{name}"
+        elif parameter == "out_ptr":
+            signature[parameter] = "*fp32"
+        else:
+            floats = ("scale", "softcap", "v_scale")
+            kind = "fp32" if parameter in floats else "i32"
+            signature[parameter] = "*i32" if parameter.endswith("_ptr") else kind
+    names = list(signature)
+    aligned = ("query_ptr", "key_ptr", "value_ptr", "out_ptr")
+    source = ASTSource(
+        kernels.decode,
+        signature,
+        constexprs={(names.index(k),): v for k, v in constants.items()},
+        attrs={(names.index(k),): [["tt.divisibility", 16]] for k in aligned},
+    )
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _stack(compiled.asm["cubin"]), compiled.metadata.shared
+
+
+def _stack(cubin: bytes) -> int:
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = Path(os.environ["PAGEDATTN_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [str(tool), "--dump-resource-usage", str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", told)
+    assert found, told
+    return int(found[1])
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMIT)
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("work", [4096, 32768, 1 << 20], ids=["small", "middle", "large"])
+def test_reference_problem_fits_and_hardly_spills(
+    capability: int, layout: KVLayout, queries: int, work: int
+) -> None:
+    problem = Problem("cuda:0", torch.float16, torch.float16, 24, 4, 256, 16, kv_layout=layout)
+    stack, shared = _compile(problem, queries, capability, work)
+    assert stack <= STACK_LIMIT[capability]
+    assert shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMIT)
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_other_head_sizes_fit(capability: int, head_dim: int) -> None:
+    problem = Problem(
+        "cuda:0", torch.bfloat16, torch.bfloat16, 32, 8, head_dim, 16, kv_layout="NHD", window=True
+    )
+    _, shared = _compile(problem, 1, capability, 1 << 20)
+    assert shared <= SHARED_LIMIT[capability]

@@ -1,0 +1,115 @@
+"""The Triton kernels in Triton's interpreter, on a CPU: every branch, on small problems.
+
+TRITON_INTERPRET=1 pytest tests/triton_kernels
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import verify
+from pagedattn.backends.protocol import Call, KVLayout, Problem
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from pagedattn.backends.triton import tuning  # after the checks: it imports Triton
+from pagedattn.backends.triton.backend import TritonBackend
+
+BASE = Problem("cpu", torch.float32, torch.float32, 6, 2, 32, 16, return_lse=True)
+
+
+def _judge(problem: Problem) -> None:
+    verdict = verify.judge(TritonBackend().load(problem), problem)
+    assert verdict.outcome == "ok", verdict.detail
+
+
+@pytest.mark.parametrize("layout", ["packed", "NHD", "HND"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
+def test_layouts_and_types(layout: KVLayout, dtype: torch.dtype) -> None:
+    _judge(replace(BASE, kv_layout=layout, dtype=dtype, kv_dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["decode", "varlen"])
+@pytest.mark.parametrize("feature", ["window", "softcap", "alibi", "sinks", "batch_invariant"])
+def test_features(layout: KVLayout, varlen: bool, feature: str) -> None:
+    features: dict[str, Any] = {feature: True}
+    _judge(replace(BASE, kv_layout=layout, varlen_query=varlen, **features))
+
+
+def test_all_features_at_once() -> None:
+    _judge(replace(BASE, varlen_query=True, window=True, softcap=True, alibi=True, sinks=True))
+
+
+@pytest.mark.parametrize("scales", ["float", "tensor", "per_head"])
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_eight_bit_caches(kv: str, scales: Any) -> None:
+    kv_dtype = getattr(torch, kv)
+    _judge(replace(BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_scales=scales))
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 7, 8, 12, 24, 48])
+def test_groups(group: int) -> None:
+    _judge(replace(BASE, num_heads=group, num_kv_heads=1, varlen_query=True))
+
+
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("head_dim", [64, 80, 120])
+def test_head_sizes(layout: KVLayout, head_dim: int) -> None:
+    _judge(replace(BASE, head_dim=head_dim, kv_layout=layout))
+
+
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("block_size", [1, 8, 32, 144])
+def test_block_sizes(layout: KVLayout, block_size: int) -> None:
+    _judge(replace(BASE, num_heads=2, block_size=block_size, kv_layout=layout))
+
+
+def _long_call(num_splits: int | None, length: int = 700) -> Call:
+    blocks = -(-length // 16)
+    cache = torch.randn(2, blocks, 2, 16, 32)
+    return Call(
+        query=torch.randn(1, 6, 32), key_cache=cache[0], value_cache=cache[1],
+        block_tables=torch.randperm(blocks).view(1, -1).to(torch.int32),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        out=torch.full((1, 6, 32), math.nan), lse=torch.full((1, 6), math.nan),
+        kv_layout="HND", scale=32**-0.5, max_seq_len=blocks * 16, max_query_len=1,
+        num_splits=num_splits,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 11, 1000])
+def test_case_13_any_number_of_splits(splits: int) -> None:
+    problem = replace(BASE, kv_layout="HND")
+    call = _long_call(splits)
+    TritonBackend().load(problem)(call)
+    error, lse_error = verify.errors(call, verify.oracle(call, problem))
+    assert error < 1e-5
+    assert lse_error < 1e-5
+
+
+def test_case_22_no_length_or_batch_makes_a_new_kernel() -> None:
+    problem = replace(BASE, kv_layout="HND")
+    runner = TritonBackend().load(problem)
+    for length in (1, 16, 17, 64, 65, 300):
+        runner(_long_call(None, length))
+    kernels = runner._kernels._kernels  # type: ignore[attr-defined]
+    # one that writes the result and one that writes partial states, and their merges
+    assert len([k for k in kernels if k[0] != "merge"]) <= 6
+
+
+def test_splits_follow_the_device_and_the_work() -> None:
+    tiling = tuning.Tiling(64, 4, 2, 2.0, False, 64)
+    assert tuning.split_count(1000, 100_000, "cpu", tiling) == 1
+    assert tuning.split_count(1, 64, "cpu", tiling) == 1
+    assert 1 < tuning.split_count(1, 100_000, "cpu", tiling) <= tuning.MAX_SPLITS
