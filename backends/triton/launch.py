@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -58,12 +59,15 @@ class TritonRunner:
 
     def _decode(self, call: Call, queries: int) -> None:
         num_seqs = call.seq_lens.shape[0]
-        num_rows = tuning.rows(self._problem.group, queries)
         work = num_seqs * self._problem.num_kv_heads * call.max_seq_len
+        if call.batch_invariant:  # the same kernels whatever the batch
+            work = sys.maxsize
+            queries = self._short if call.query_start_loc is not None else 1
+        num_rows = tuning.rows(self._problem.group, queries)
         tiling = tuning.decode_tiling(self._problem, num_rows, work)
         splits = self._splits(call, tiling, num_seqs)
         # tokens of no sequence are the merge's to write, so with those there has to be one
-        partial = splits.number > 1 or call.query_start_loc is not None
+        partial = splits.number > 1 or call.query_start_loc is not None or call.batch_invariant
         out = _workspace(call, splits.number) if partial else call.out
         self._kernels.decode(call, tiling, num_rows, queries, partial)(
             (self._problem.num_kv_heads, splits.number, num_seqs),
@@ -77,6 +81,8 @@ class TritonRunner:
         num_tokens, num_heads, head_dim = call.query.shape
         lens, out = call.seq_lens, call.out
         lanes = min(128, 1 << (splits.number - 1).bit_length())
+        if call.batch_invariant:  # the order of the sum must not follow the longest sequence
+            lanes = 16
         dims = max(32, min(tuning.padded(head_dim), 4096 // lanes))
         self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None)(
             (num_tokens, num_heads, -(-head_dim // dims)),
