@@ -293,7 +293,9 @@ def test_case_14_and_16_a_captured_graph_follows_lengths_and_tables(
         call.out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        results = {k: v.cpu() for k, v in vars(call).items() if isinstance(v, Tensor)}
+        results: dict[str, Any] = {
+            k: v.cpu() for k, v in vars(call).items() if isinstance(v, Tensor)
+        }
         assert_right(replace(call, **results))
 
 
