@@ -130,12 +130,13 @@ def _attend_row(
     first_key = 0 if call.window is None else max(0, position + 1 - call.window)
     seen = slice(first_key, position + 1)
     if position < first_key:
-        return torch.zeros_like(query), torch.full((query.shape[0],), -math.inf)
+        return torch.zeros_like(query), torch.full_like(query[:, 0], -math.inf)
     scores = call.scale * (query @ keys[seen].T)  # [G, n]
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
-        distance = torch.arange(first_key, position + 1, dtype=torch.float64) - position
+        positions = torch.arange(first_key, position + 1, dtype=torch.float64, device="cpu")
+        distance = positions - position
         scores += call.alibi_slopes[heads].cpu().double().unsqueeze(1) * distance
     logits = scores
     if call.sinks is not None:  # one more logit in the denominator, with no value

@@ -90,13 +90,13 @@ def check_tables(
         Naming the sequence, the position in its table and the id.
     """
     width = block_tables.shape[1]
-    end = torch.tensor([-(-n // block_size) for n in lengths]).unsqueeze(1)
+    end = _column([-(-n // block_size) for n in lengths])
     reach = [
         0 if window is None else n - q + 1 - window
         for n, q in zip(lengths, query_lens, strict=True)
     ]
-    first = torch.tensor([max(0, n) // block_size for n in reach]).unsqueeze(1)
-    table, columns = block_tables.cpu(), torch.arange(width)
+    first = _column([max(0, n) // block_size for n in reach])
+    table, columns = block_tables.cpu(), torch.arange(width, device="cpu")
     bad = ((table < 0) | (table >= num_blocks)) & (columns < end) & (columns >= first)
     if bool(bad.any()):
         sequence, position = bad.nonzero()[0].tolist()
@@ -105,6 +105,10 @@ def check_tables(
             f"block of the cache (ids are 0 to {num_blocks - 1}), and sequence {sequence} has "
             f"{lengths[sequence]} tokens, which reach it"
         )
+
+
+def _column(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").unsqueeze(1)
 
 
 def check_slots(slots: Tensor, slot_count: int) -> None:

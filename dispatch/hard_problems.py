@@ -3,6 +3,8 @@
 Odd lengths (0, 1, one past a block, whole blocks), a shuffled table, every unused slot and
 block poisoned with NaN, padding entries that point nowhere, a sequence whose table is corrupt,
 and outputs that hold NaN until they are written.
+
+Every tensor says its device and its type: an engine may have set torch's defaults to others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
 
     The last sequence names a block that does not exist, so its rows must come out NaN.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     bs = problem.block_size
     lengths = [1, 0, bs + 1, 2 * bs, max(3 * bs + 2, 301), bs + 2]
     queries = [1, 2, 3, 5, 1, 2] if problem.varlen_query else [1] * len(lengths)
@@ -34,18 +36,16 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     keys, values = _caches(problem, lengths, tables, num_blocks, generator)
     tables[-1, 1] = num_blocks  # the corrupt one
     padding = 1 if problem.varlen_query else 0  # a token that belongs to no sequence
-    query = 2 * torch.randn(
-        starts[-1] + padding, problem.num_heads, problem.head_dim, generator=generator
-    )
+    query = 2 * _normal((starts[-1] + padding, problem.num_heads, problem.head_dim), generator)
     on_host = problem.device_type == "cpu"
     call = Call(
         query=query.to(problem.dtype),
         key_cache=keys,
         value_cache=values,
         block_tables=tables,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
         out=torch.full_like(query, math.nan, dtype=problem.dtype),
-        lse=torch.full(query.shape[:2], math.nan) if problem.return_lse else None,
+        lse=torch.full_like(query[..., 0], math.nan) if problem.return_lse else None,
         kv_layout=problem.kv_layout,
         scale=problem.head_dim**-0.5,
         max_seq_len=tables.shape[1] * bs,
@@ -55,7 +55,7 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
         **_features(problem, generator),
     )
     if problem.varlen_query:
-        call.query_start_loc = torch.tensor(starts, dtype=torch.int32)
+        call.query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cpu")
         call.host_query_start = starts if on_host else None
     return on_device(call, problem.device)
 
@@ -68,11 +68,15 @@ def on_device(call: Call, device: str | torch.device) -> Call:
     return replace(call, **moved)
 
 
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def _tables(lengths: list[int], block_size: int, generator: torch.Generator) -> tuple[Tensor, int]:
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 3  # block 0 and two more stay unused
-    ids = (torch.randperm(num_blocks - 1, generator=generator) + 1).to(torch.int32)
-    tables = torch.empty(len(lengths), max(counts) + 2, dtype=torch.int32)
+    ids = torch.randperm(num_blocks - 1, generator=generator, device="cpu").to(torch.int32) + 1
+    tables = torch.empty(len(lengths), max(counts) + 2, dtype=torch.int32, device="cpu")
     tables[:, 0::2], tables[:, 1::2] = _PADS
     first = 0
     for row, count in enumerate(counts):
@@ -89,13 +93,13 @@ def _caches(
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     shape = (2, num_blocks, problem.num_kv_heads, problem.block_size, problem.head_dim)
-    dense = torch.randn(shape, generator=generator)
+    dense = _normal(shape, generator)
     if problem.kv_dtype == torch.int8:
         # no NaN to poison with; without a scale to undo it, larger values would make every
         # softmax a pick of one key
         dense = (dense * (32 if problem.kv_scales != "none" else 2)).round().clamp(-127, 127)
     else:
-        used = torch.zeros(num_blocks, problem.block_size, dtype=torch.bool)
+        used = torch.zeros(num_blocks, problem.block_size, dtype=torch.bool, device="cpu")
         for row, length in enumerate(lengths):
             for position in range(length):
                 used[tables[row, position // problem.block_size], position % used.shape[1]] = True
@@ -112,14 +116,16 @@ def _features(problem: Problem, generator: torch.Generator) -> dict[str, Any]:
     if problem.softcap:
         features["softcap"] = 2.0
     if problem.alibi:
-        features["alibi_slopes"] = 0.5 ** torch.linspace(1, 8, heads)
+        exponents = torch.linspace(1, 8, heads, dtype=torch.float32, device="cpu")
+        features["alibi_slopes"] = 0.5**exponents
     if problem.sinks:
-        features["sinks"] = torch.randn(heads, generator=generator)
+        features["sinks"] = _normal((heads,), generator)
     quantum = 1 / 32 if problem.kv_dtype == torch.int8 else 1.0
     if problem.kv_scales == "float":
         features |= {"k_scale": 0.5 * quantum, "v_scale": 2 * quantum}
     elif problem.kv_scales != "none":
         count = problem.num_kv_heads if problem.kv_scales == "per_head" else 1
         for name in ("k_scale", "v_scale"):
-            features[name] = (0.5 + torch.rand(count, generator=generator)) * quantum
+            uniform = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
+            features[name] = (0.5 + uniform) * quantum
     return features

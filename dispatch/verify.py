@@ -120,10 +120,11 @@ def judge(runner: Runner, problem: Problem) -> Verdict:
 
 def oracle(call: Call, problem: Problem) -> Call:
     """The same call answered in fp64; its results are on the CPU."""
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     truth = replace(
         call,
-        out=torch.empty(call.out.shape, dtype=torch.float64),
-        lse=None if call.lse is None else torch.empty(call.lse.shape, dtype=torch.float64),
+        out=torch.empty(call.out.shape, **exact),
+        lse=None if call.lse is None else torch.empty(call.lse.shape, **exact),
     )
     registry.get("reference").load(problem)(truth)
     return truth
