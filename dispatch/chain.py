@@ -211,6 +211,7 @@ def attempt(name: str, problem: Problem, facts: Facts) -> tuple[Candidate, Runne
         told = BackendUnavailable(f"it could not be loaded: {type(error).__name__}: {error}")
         told.__cause__ = error
         return _failed(candidate, problem, told, loadable=False), None
+    _failures.pop((name, problem), None)  # what failed had a passing cause
     verified = None if verify.is_off() else True
     return replace(candidate, loadable=True, verified=verified, selected=True), runner
 
@@ -266,7 +267,10 @@ def _indent(reason: str) -> str:
 def _advice(problem: Problem, request: Request, facts: Facts) -> str:
     for name in policy.order(facts.vendor, problem.device_type):
         if name not in (request.names or ()) and not examine(name, problem, facts).reasons:
-            return f"to go on here: PAGEDATTN_BACKEND={name} (or auto, which picks what can serve)"
+            # what an argument or a `with` block asks for, the variable does not change
+            by_variable = request.origin.startswith("PAGEDATTN_BACKEND")
+            ask = f"PAGEDATTN_BACKEND={name}" if by_variable else f"ask for {name}"
+            return f"to go on here: {ask} (or auto, which picks what can serve)"
     return "nothing else in the automatic chain could serve it either"
 
 

@@ -48,7 +48,8 @@ def parse(spec: str | Sequence[str]) -> tuple[str, ...] | None:
     parts = spec.split(",") if isinstance(spec, str) else spec
     if not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):
         raise TypeError(f"a backend is a name or a sequence of names, not {spec!r}")
-    names = tuple(part.strip().lower() for part in parts if part.strip())
+    # a name twice is no second try
+    names = tuple(dict.fromkeys(part.strip().lower() for part in parts if part.strip()))
     if names in ((), ("auto",)):
         return None
     if "auto" in names:

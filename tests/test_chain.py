@@ -121,6 +121,17 @@ def test_a_failed_build_moves_on_and_its_first_message_is_kept(tmp_path: Path) -
     assert count(journal, "load") == 1  # nothing is built again to hear the same
 
 
+def test_a_failure_that_passed_is_forgotten() -> None:
+    backend = FakeBackend("acme", run_fails="raises")
+    register_backend(backend)
+    with pytest.raises(VerificationError):
+        chain.binding_for(small_problem(), "acme")
+    assert [c.name for c in chain.failures(small_problem())] == ["acme"]
+    backend.run_fails = None
+    assert chain.binding_for(small_problem(), "acme").backend == "acme"
+    assert chain.failures(small_problem()) == ()  # else the report would still say so
+
+
 def test_errors_of_candidates_hold_no_frames() -> None:
     register_backend(FakeBackend("acme", run_fails="raises"))
     register_backend(FakeBackend("beta", load_fails="import"))

@@ -51,6 +51,9 @@ def test_case_28_a_forced_backend_is_never_left(
         paged_attention(*inputs(), kv_layout="NHD", backend="acme" if how == "argument" else None)
     assert type(caught.value) is kind
     assert "acme: " in str(caught.value)
+    # advice that would help: an argument and a `with` block go before the variable
+    advice = "PAGEDATTN_BACKEND=torch" if how == "environment" else "ask for torch"
+    assert f"to go on here: {advice} (or auto" in str(caught.value)
     assert chain.bindings() == ()
 
 
@@ -69,6 +72,7 @@ def test_parse() -> None:
     assert parse(" auto ") is None
     assert parse("Torch, reference,") == ("torch", "reference")
     assert parse(["torch"]) == ("torch",)
+    assert parse("torch,reference,torch") == ("torch", "reference")  # twice is no second try
     with pytest.raises(UnknownBackend, match="auto stands alone"):
         parse("auto,torch")
     for wrong in (3, None, b"torch", ["torch", 3]):
