@@ -93,7 +93,7 @@ def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _signature(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.device
+    return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
 def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
@@ -196,8 +196,10 @@ def _check_numbers(a: Arguments) -> None:
 def _needs_conversion(a: Arguments) -> bool:
     ints = (a.block_tables, a.seq_lens, a.query_start_loc)
     floats = (a.alibi_slopes, a.sinks, a.k_scale, a.v_scale)
+    scalars = (a.softcap, a.k_scale, a.v_scale)
     return (
-        any(t is not None and t.dtype != torch.int32 for t in ints)
+        any(isinstance(s, numbers.Real) and not isinstance(s, (float, int)) for s in scalars)
+        or any(t is not None and t.dtype != torch.int32 for t in ints)
         or any(t is not None and not t.is_contiguous() for t in ints[1:])
         or any(isinstance(t, Tensor) and t.dtype != torch.float32 for t in floats)
         or any(isinstance(t, Tensor) and not t.is_contiguous() for t in floats)
@@ -297,10 +299,17 @@ def _convert(a: Arguments, num_blocks: int) -> Arguments:
         query_start_loc=None if starts is None else contents.clamped_int32(starts, top),
         alibi_slopes=_float32(a.alibi_slopes),
         sinks=_float32(a.sinks),
-        k_scale=_float32(a.k_scale) if isinstance(a.k_scale, Tensor) else a.k_scale,
-        v_scale=_float32(a.v_scale) if isinstance(a.v_scale, Tensor) else a.v_scale,
+        softcap=None if a.softcap is None else float(a.softcap),
+        k_scale=_scale(a.k_scale),
+        v_scale=_scale(a.v_scale),
     )
 
 
 def _float32(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.to(torch.float32).reshape(-1).contiguous()
+
+
+def _scale(scale: float | Tensor | None) -> float | Tensor | None:
+    if scale is None or isinstance(scale, Tensor):
+        return _float32(scale)
+    return float(scale)

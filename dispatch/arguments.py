@@ -45,6 +45,8 @@ def require_layout(layout: object) -> KVLayout:
 
 
 def require_same_device(device: torch.device, **tensors: Tensor | None) -> None:
+    if device.type == "meta":
+        raise ValueError("tensors on the meta device hold no data to compute with")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(
@@ -246,8 +248,21 @@ def check_out(out: Tensor, query: Tensor) -> None:
             f"but is {tuple(out.shape)} and {out.dtype}"
         )
     require_dense_innermost(out=out)
-    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out overlaps itself (strides {out.stride()}); it must not be expanded")
+    require_no_self_overlap(out=out)
+
+
+def require_no_self_overlap(**tensors: Tensor) -> None:
+    """Each element of what is written has memory of its own, as in every view but an expanded
+    one and the stranger ones of ``as_strided``."""
+    for name, t in tensors.items():
+        reach = 0  # from the first to the last element of the dimensions so far
+        for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+            if size > 1 and stride <= reach and t.numel():
+                raise ValueError(
+                    f"{name} overlaps itself (shape {tuple(t.shape)}, strides {t.stride()}); what "
+                    "is written to must not be expanded"
+                )
+            reach += (size - 1) * stride
 
 
 def span(t: Tensor) -> int:

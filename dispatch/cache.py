@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,13 @@ def write(w: Writing) -> None:
         return
     if slots.device.type == "cpu" or switch("PAGEDATTN_CHECK"):
         contents.check_slots(slots, shape.num_blocks * shape.block_size)
-    kv_write.write(
-        w.key, w.value, w.key_cache, w.value_cache, slots.long(), w.kv_layout, shape,
-        w.k_scale, w.v_scale,
-    )  # fmt: skip
+    # caches that were made in inference mode can be written in no other, and serve after it
+    made_there = w.key_cache.is_inference() or w.value_cache.is_inference()
+    with torch.inference_mode() if made_there else contextlib.nullcontext():
+        kv_write.write(
+            w.key, w.value, w.key_cache, w.value_cache, slots.long(), w.kv_layout, shape,
+            w.k_scale, w.v_scale,
+        )  # fmt: skip
 
 
 def _check(w: Writing) -> CacheShape:
@@ -76,6 +80,7 @@ def _check(w: Writing) -> CacheShape:
             f"{tuple(w.key.shape)}, value {tuple(w.value.shape)}, "
             f"slot_mapping {tuple(w.slot_mapping.shape)}"
         )
+    arguments.require_no_self_overlap(key_cache=w.key_cache, value_cache=w.value_cache)
     arguments.check_kv_scale("k_scale", w.k_scale, shape.num_kv_heads)
     arguments.check_kv_scale("v_scale", w.v_scale, shape.num_kv_heads)
     return shape

@@ -65,7 +65,7 @@ def max_query_len(hint: int | None, starts: list[int] | None, num_tokens: int) -
         check_number("max_query_len", hint, above=0, kind=numbers.Integral)
     if starts is None:
         return num_tokens if hint is None else min(hint, num_tokens)
-    longest = max(end - start for start, end in pairwise(starts))
+    longest = max((end - start for start, end in pairwise(starts)), default=0)
     if hint is not None and longest > hint:
         raise ValueError(f"max_query_len={hint}, but a sequence has {longest} query tokens")
     return longest

@@ -64,6 +64,9 @@ SHARED: list[Wrong] = [
      ("value_cache", "dense", "stride")),
     ("caches: another device", change("key_cache", lambda t: t.to("meta")), ValueError,
      ("key_cache", "meta", "cpu")),
+    ("all: on the meta device",
+     lambda g: [change(n, lambda t: t.to("meta"))(g) for n, t in list(g.items())
+                if isinstance(t, Tensor)], ValueError, ("meta device", "no data")),
     ("layout: a guess", put("kv_layout", "nhd"), ValueError,
      ("nhd", "did you mean NHD", "packed, NHD, HND")),
     ("layout: none", put("kv_layout", None), TypeError, ("kv_layout", "NoneType")),
@@ -121,6 +124,9 @@ ATTENTION: list[Wrong] = [
     ("out: not dense", change("out", _not_dense), ValueError, ("out", "dense")),
     ("out: expanded", put("out", torch.zeros(1, 6, 64).half().expand(3, 6, 64)), ValueError,
      ("out", "overlaps itself")),
+    ("out: rows over one another",
+     put("out", torch.zeros(3 * 6 * 64).half().as_strided((3, 6, 64), (6 * 64, 32, 1))), ValueError,
+     ("out", "overlaps itself", "(384, 32, 1)")),
     ("out: another device", put("out", torch.empty(3, 6, 64, device="meta").half()), ValueError,
      ("out", "meta")),
     ("out: over the query", lambda g: g.__setitem__("out", g["query"]), ValueError,
@@ -175,6 +181,8 @@ ATTENTION: list[Wrong] = [
 ]  # fmt: skip
 
 WRITE: list[Wrong] = [
+    ("caches: expanded", change("value_cache", lambda t: t[:1].expand(9, 2, 64, 16)), ValueError,
+     ("value_cache", "overlaps itself")),
     ("key: a list", put("key", []), TypeError, ("key", "list")),
     ("key: rank", change("key", lambda t: t[0]), ValueError,
      ("key", "[num_tokens, kv_heads, head_dim]", "(2, 64)")),

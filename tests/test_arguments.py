@@ -4,6 +4,7 @@ and nothing written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -284,3 +285,31 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     right = pagedattn.paged_attention(**given, window=8, scale=0.5).clone()
     got = pagedattn.paged_attention(**given, window=np.int64(8), scale=np.float64(0.5))
     assert torch.equal(got, right)
+    exact = pagedattn.paged_attention(**given, softcap=0.25, k_scale=0.5).clone()
+    got = pagedattn.paged_attention(**given, softcap=Fraction(1, 4), k_scale=Fraction(1, 2))
+    assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_a_batch_of_no_sequences_gives_empty_rows(num_tokens: int, backend: str) -> None:
+    """An idle step of an engine: nothing but padding tokens, if that."""
+    given = attention_arguments(query_start_loc=torch.zeros(1, dtype=torch.int32))
+    for name in ("query", "out"):
+        given[name] = given[name][:num_tokens]
+    given |= {name: given[name][:0] for name in ("block_tables", "seq_lens")}
+    out, lse = pagedattn.paged_attention(**{**given, "backend": backend}, return_lse=True)
+    assert out.shape == (num_tokens, 6, 64)
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("name", ["out", "query", "sinks", "alibi_slopes", "k_scale"])
+def test_a_warm_call_refuses_what_requires_grad(name: str) -> None:
+    ones = torch.ones(6)
+    given = attention_arguments(sinks=ones, alibi_slopes=ones, k_scale=torch.ones(2))
+    pagedattn.paged_attention(**given)
+    given[name] = given[name].clone().requires_grad_()
+    assert_refused(pagedattn.paged_attention, given, ValueError, (name, "grad"))
+    with torch.no_grad():
+        pagedattn.paged_attention(**given)

@@ -238,3 +238,14 @@ def test_quantised_round_trip(place: Place, layout: KVLayout, kv_dtype: torch.dt
     # fp32 in: what lies on the grid, times the scale, must come back to the same grid point
     _write_scene(fine, paged, place, at_once=True, dtype=torch.float32, **on_device)
     assert_right(run(stored, place, paged=paged), stored)
+
+
+def test_caches_of_inference_mode_can_be_written_after_it() -> None:
+    """As they can be read: an engine makes them in one place and serves in another."""
+    with torch.inference_mode():
+        key_cache, value_cache = caches("NHD")
+    key, value = new_tokens(1)
+    pagedattn.write_kv(key, value, key_cache, value_cache, torch.tensor([17]), kv_layout="NHD")
+    found = at(key_cache, value_cache, "NHD", 17)
+    assert torch.equal(found[0], key[0])
+    assert torch.equal(found[1], value[0])
