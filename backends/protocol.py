@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from pagedattn.backends.facts import Facts
 
 KVLayout = Literal["packed", "NHD", "HND"]
+KVScales = Literal["none", "float", "tensor", "per_head"]
+KV_SCALES: tuple[KVScales, ...] = get_args(KVScales)
 QUANTISED_KV_DTYPES = frozenset(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -42,7 +44,7 @@ class Problem:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
-    kv_scales: Literal["none", "float", "tensor", "per_head"] = "none"
+    kv_scales: KVScales = "none"
     return_lse: bool = False
     batch_invariant: bool = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from pagedattn.backends.layouts import (
     packing_factor,
     read_shape,
 )
-from pagedattn.backends.protocol import QUANTISED_KV_DTYPES, KVLayout, Problem
+from pagedattn.backends.protocol import QUANTISED_KV_DTYPES, KVLayout, KVScales, Problem
 from pagedattn.settings import nearest
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -71,11 +71,39 @@ def check_query(query: Tensor) -> None:
             "query must be [num_tokens, num_heads, head_dim], "
             f"but has {query.dim()} dimensions: {tuple(query.shape)}"
         )
-    if query.dtype not in QUERY_DTYPES:
-        raise TypeError(f"query must be float16, bfloat16 or float32, not {query.dtype}")
+    _require_query_dtype(query.dtype)
     if query.shape[1] == 0 or query.shape[2] == 0:
         raise ValueError(f"query has no heads or no head_dim: {tuple(query.shape)}")
     require_dense_innermost(query=query)
+
+
+def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Of the query and of the caches."""
+    _require_query_dtype(dtype)
+    _require_kv_dtype(kv_dtype, dtype)
+
+
+def _require_query_dtype(dtype: torch.dtype) -> None:
+    if dtype not in QUERY_DTYPES:
+        raise TypeError(f"query must be float16, bfloat16 or float32, not {dtype}")
+
+
+def _require_kv_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    if kv_dtype != dtype and kv_dtype not in QUANTISED_KV_DTYPES:
+        raise TypeError(
+            f"the caches are {kv_dtype}, but the query {dtype}; they must be of the "
+            "query's dtype or of float8_e4m3fn, float8_e5m2 or int8"
+        )
+
+
+def check_packing(head_dim: int, kv_dtype: torch.dtype) -> None:
+    """Packed keys hold whole groups of 16 bytes."""
+    x = packing_factor(kv_dtype)
+    if head_dim % x:
+        raise ValueError(
+            f"head_dim {head_dim} is no multiple of the packing factor x = {x}; "
+            "use the NHD or HND layout"
+        )
 
 
 def check_caches(
@@ -87,11 +115,7 @@ def check_caches(
             f"key_cache is {key_cache.dtype} and value_cache {value_cache.dtype}; "
             "they must be the same"
         )
-    if key_cache.dtype != dtype and key_cache.dtype not in QUANTISED_KV_DTYPES:
-        raise TypeError(
-            f"the caches are {key_cache.dtype}, but the query {dtype}; they must be of the "
-            "query's dtype or of float8_e4m3fn, float8_e5m2 or int8"
-        )
+    _require_kv_dtype(key_cache.dtype, dtype)
     shape = _check_cache_shapes(key_cache, value_cache, layout)
     if shape.head_dim != head_dim:
         raise ValueError(
@@ -124,11 +148,8 @@ def _check_cache_shapes(key_cache: Tensor, value_cache: Tensor, layout: KVLayout
             f"the packing factor of packed {key_cache.dtype} keys is x = 16/itemsize = {x}, "
             f"not {key_cache.shape[-1]}; {given}"
         )
-    if layout == "packed" and shape.head_dim % x:
-        raise ValueError(
-            f"head_dim {shape.head_dim} is no multiple of the packing factor x = {x}; "
-            "use the NHD or HND layout"
-        )
+    if layout == "packed":
+        check_packing(shape.head_dim, key_cache.dtype)
     expected, _ = cache_shapes(shape, key_cache.dtype, layout)
     if tuple(key_cache.shape) != expected:
         raise ValueError(
@@ -217,9 +238,7 @@ def check_kv_scale(name: str, value: Any, num_kv_heads: int) -> None:
         )
 
 
-def kind_of_scales(
-    *scales: float | Tensor | None,
-) -> Literal["none", "float", "tensor", "per_head"]:
+def kind_of_scales(*scales: float | Tensor | None) -> KVScales:
     """The most demanding form among the scales given."""
     given = [s for s in scales if s is not None]
     if not given:

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 
 from pagedattn import chain
-from pagedattn.arguments import check_head_counts, check_number, require_layout
+from pagedattn.arguments import (
+    check_dtypes,
+    check_head_counts,
+    check_number,
+    check_packing,
+    require_layout,
+)
 from pagedattn.backends.errors import PagedAttnError
-from pagedattn.backends.protocol import KVLayout, Problem
+from pagedattn.backends.protocol import KV_SCALES, KVLayout, Problem
 from pagedattn.settings import nearest
 
 
@@ -64,18 +70,14 @@ def bind(
     """
     where = default_device() if device is None else usable_device(device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
-    require_layout(kv_layout)
+    check_dtypes(dtype, kv_dtype or dtype)
     for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
                        ("head_dim", head_dim), ("block_size", block_size)):  # fmt: skip
         check_number(name, size, above=0, kind=numbers.Integral)
     check_head_counts(num_heads, num_kv_heads)
-    known = [f.name for f in fields(Problem) if f.name not in _NAMED]
-    for name in features:
-        if name not in known:
-            raise TypeError(
-                f"{name} is no field of a problem{nearest(name, known)}; valid are "
-                f"{', '.join(known)}"
-            )
+    if require_layout(kv_layout) == "packed":
+        check_packing(head_dim, kv_dtype or dtype)
+    _check_features(features)
     problem = Problem(
         device=str(where),
         dtype=dtype,
@@ -88,6 +90,24 @@ def bind(
         **features,
     )
     return chain.binding_for(problem, backend)
+
+
+def _check_features(features: dict[str, Any]) -> None:
+    known = [f.name for f in fields(Problem) if f.name not in _NAMED]
+    for name, value in features.items():
+        if name not in known:
+            raise TypeError(
+                f"{name} is no field of a problem{nearest(name, known)}; valid are "
+                f"{', '.join(known)}"
+            )
+        if name == "kv_scales":
+            if value not in KV_SCALES:
+                raise ValueError(
+                    f"kv_scales={value!r} is unknown; valid are {', '.join(KV_SCALES)}"
+                )
+        elif not isinstance(value, bool):
+            # a window of 128 is no other class of calls than one of 64, and no call would find it
+            raise TypeError(f"{name} must be a bool, whether calls have it, not {value!r}")
 
 
 _NAMED = ("device", "dtype", "kv_dtype", "num_heads", "num_kv_heads", "head_dim", "block_size",
