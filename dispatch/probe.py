@@ -9,6 +9,7 @@ What gathers them is imported at the first call, since the import of the package
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ def facts(*, refresh: bool = False, touch: bool = False) -> Facts:
             _facts = probe(touch=touch)
         elif _facts.device_usable is None and _initialised():
             _facts = probe()
+        # what our errors tell a user to set must count when it is set
+        accepted = _this_machine().flag("PAGEDATTN_COREX_TRITON")
+        if accepted != _facts.corex_triton:
+            _facts = replace(_facts, corex_triton=accepted)
         return _facts
 
 

@@ -1,4 +1,5 @@
-"""The environment variables, read when they are needed so that a change after import counts."""
+"""The environment variables, read when they are needed so that a change after import counts (but
+for those about the import itself)."""
 
 from __future__ import annotations
 

@@ -258,6 +258,18 @@ def test_facts_are_kept_until_refreshed_or_cuda_is_initialised(
     assert probe_module.facts() is later
 
 
+def test_the_opt_in_counts_when_it_is_set_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ: dict[str, str] = {}
+    sources = replace(nvidia().sources(tmp_path), environ=environ)
+    monkeypatch.setattr(probe_module, "_this_machine", lambda: sources)
+    monkeypatch.setattr(probe_module, "_facts", None)
+    for value in ("", "1", "0"):
+        environ["PAGEDATTN_COREX_TRITON"] = value
+        assert probe_module.facts().corex_triton is (value == "1")
+
+
 def test_driver_is_asked_once_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = corex_driver_mismatch().sources(tmp_path)
     monkeypatch.setattr(probe_module, "_this_machine", lambda: sources)

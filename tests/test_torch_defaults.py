@@ -32,7 +32,7 @@ def _dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 # the meta device stands for a GPU: whatever is made there by mistake cannot be computed with
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "float64": lambda: _dtype(torch.float64),
     "float16": lambda: _dtype(torch.float16),
     "bfloat16": lambda: _dtype(torch.bfloat16),
