@@ -16,7 +16,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -86,6 +87,11 @@ def threads_can_be_limited() -> bool:
     return found == [True] and torch.get_num_threads() == before
 
 
+def on_one_core() -> AbstractContextManager[object]:
+    """A context in which the calling thread's operations use one core, where that can be had."""
+    return _limited(1) if threads_can_be_limited() else contextlib.nullcontext()
+
+
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     """Threads that wait for work: to start one takes milliseconds where the cores are busy."""
@@ -115,7 +121,9 @@ class _Shared(Iterator[Task]):
             self._stopped = True
 
 
-def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> None:
+def run_on_cores(
+    work: Callable[[Iterator[Task]], None], tasks: list[Task], *, one_each: bool = False
+) -> None:
     """Let this and other threads draw from `tasks` until none is left.
 
     Parameters
@@ -124,6 +132,9 @@ def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> N
         Called once on each thread with an iterator of the tasks that fall to it.
     tasks
         In the order in which they are handed out.
+    one_each
+        Each operation uses one core, however few tasks there are: how many share an operation
+        may change its bits.
 
     Raises
     ------
@@ -133,18 +144,23 @@ def run_on_cores(work: Callable[[Iterator[Task]], None], tasks: list[Task]) -> N
     cores = torch.get_num_threads()
     workers = min(cores, len(tasks), MAX_WORKERS)
     if workers < 2 or not threads_can_be_limited():
-        work(iter(tasks))
+        with on_one_core() if one_each else contextlib.nullcontext():
+            work(iter(tasks))
         return
     shared = _Shared(tasks)
 
     def run() -> None:
         try:
-            with _limited(cores // workers):
+            with _limited(1 if one_each else cores // workers):
                 work(shared)
         finally:
             shared.stop()  # all done, or one failed and the others need not go on
 
-    helpers = [_pool().submit(run) for _ in range(1, workers)]
+    helpers: list[Future[None]] = []
+    # no new thread can be had where the interpreter is ending or the system has no more
+    with contextlib.suppress(RuntimeError):
+        for _ in range(1, workers):
+            helpers.append(_pool().submit(run))
     try:
         run()
     finally:

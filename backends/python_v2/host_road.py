@@ -13,7 +13,7 @@ import torch
 
 from pagedattn.backends.layouts import CacheShape, read_shape
 from pagedattn.backends.protocol import Call
-from pagedattn.backends.python_v2.cpu_threads import run_on_cores
+from pagedattn.backends.python_v2.cpu_threads import on_one_core, run_on_cores
 from pagedattn.backends.python_v2.plan import Part, plan_sequence
 from pagedattn.backends.python_v2.precision import without_gradients
 from pagedattn.backends.python_v2.walk import Walk
@@ -54,7 +54,10 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
 
     key_bytes = 2 * shape.num_kv_heads * shape.head_dim * call.key_cache.dtype.itemsize
     if key_bytes * sum(part.num_keys for part in parts) >= THREADS_FROM_BYTES:
-        run_on_cores(work, parts)
+        run_on_cores(work, parts, one_each=call.batch_invariant)
+    elif call.batch_invariant:  # as it would be done in a larger batch
+        with on_one_core():
+            work(iter(parts))
     else:
         work(iter(parts))
 

@@ -1,8 +1,7 @@
 """How a call whose lengths are known is cut into work.
 
 A chunk is some query tokens of one sequence; a part is a run of a chunk's key windows. How a
-sequence is cut follows from that sequence alone, and so its result has the same bits whatever
-else is in the batch.
+sequence is cut follows from that sequence alone, whatever else is in the batch.
 """
 
 from __future__ import annotations
