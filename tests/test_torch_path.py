@@ -126,6 +126,19 @@ def test_a_length_beyond_the_bound_is_nan_for_its_sequence_alone(road: Road) -> 
             assert bool(call.out[0].isnan().all())
 
 
+def test_more_query_tokens_than_the_hint_says_are_nan_and_take_no_others_tiles() -> None:
+    """On a device the hint cannot be held against the counts; a CPU refuses the call."""
+    lengths, query_lens = [110, 20, 40], [100, 1, 2]
+    right = by_device_road(make_call(lengths, query_lens=query_lens))
+    call = make_call(lengths, query_lens=query_lens, max_query_len=8)
+    by_device_road(call)
+    for got, expected in ((call.out, right.out), (call.lse, right.lse)):
+        assert got is not None
+        assert expected is not None
+        assert bool(got[:100].isnan().all())
+        assert torch.allclose(got[100:], expected[100:], atol=1e-5)
+
+
 @every_road
 @pytest.mark.parametrize("bad", [-1, 10**6, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("queries", [{}, {"query_lens": [2, 3, 1]}], ids=["decode", "mixed"])

@@ -14,7 +14,8 @@ class Results:
     """The results of a call.
 
     Where tiles can hold rows that do not exist, these are written to one row more than the
-    call has tokens, and a token that no tile holds keeps what it was given at the start.
+    call has tokens, and a token that no tile holds keeps what it was given at the start: NaN if
+    it is some sequence's (which then has more than the call says), else zeros and −inf.
     """
 
     def __init__(self, call: Call) -> None:
@@ -23,9 +24,14 @@ class Results:
         self._lse: Tensor | None = None
         if call.query_start_loc is not None:
             rows, heads, dim = call.query.shape
+            token = torch.arange(rows + 1, device=call.out.device)
+            starts = call.query_start_loc
+            owned = (token >= starts[0]) & (token < starts[-1])
             self._out = call.out.new_zeros((rows + 1, heads, dim))
+            self._out.masked_fill_(owned[:, None, None], torch.nan)
             if call.lse is not None:
                 self._lse = call.lse.new_full((rows + 1, heads), -torch.inf)
+                self._lse.masked_fill_(owned[:, None], torch.nan)
 
     def write(self, tiles: Tiles, out: Tensor, lse: Tensor, bad: Tensor) -> None:
         """Add the sinks and write the rows of some tiles.

@@ -55,7 +55,8 @@ def make_tiles(call: Call, lengths: Tensor) -> Tiles:
         rows = INVARIANT_TILE_TOKENS
     most = min(num_seqs * -(-call.max_query_len // rows), num_tokens // rows + num_seqs)
     starts = call.query_start_loc.long()
-    counts = starts.diff().clamp_(min=0)
+    # a sequence with more than the call says is bad, and must not take the others' tiles
+    counts = starts.diff().clamp_(min=0, max=call.max_query_len)
     tiles_of = (counts + rows - 1).div(rows, rounding_mode="floor")
     ends = tiles_of.cumsum(0)
     tile = torch.arange(most, device=device)
@@ -76,7 +77,7 @@ class Lengths:
     """The lengths and tables of a call made safe, on its device."""
 
     tokens: Tensor  # int64 [num_seqs]; 0 where the given one is negative or wrong
-    bad: Tensor  # bool [num_seqs]: too long, or with a block that is not in the cache
+    bad: Tensor  # bool [num_seqs]: longer than the call says, or a block is not in the cache
     tables: Tensor  # int64 [num_seqs, width]: every entry in the cache
 
 
@@ -94,5 +95,7 @@ def sanitise(call: Call, shape: CacheShape) -> Lengths:
         oldest = (lengths - counts).clamp(min=0) + 1 - call.window
         followed &= slot_start + shape.block_size > oldest.unsqueeze(1)
     bad = (outside & followed).any(dim=1) | too_long
+    if call.query_start_loc is not None:
+        bad |= call.query_start_loc.long().diff() > call.max_query_len
     # block 0 stands in for whatever must not be followed
     return Lengths(lengths.masked_fill(bad, 0), bad, tables.masked_fill(outside, 0))
