@@ -198,7 +198,7 @@ def _needs_conversion(a: Arguments) -> bool:
     floats = (a.alibi_slopes, a.sinks, a.k_scale, a.v_scale)
     scalars = (a.softcap, a.k_scale, a.v_scale)
     return (
-        any(not (s is None or isinstance(s, (float, int, Tensor))) for s in scalars)
+        any(not (s is None or isinstance(s, (float, Tensor))) for s in scalars)
         or any(t is not None and t.dtype != torch.int32 for t in ints)
         or any(t is not None and not t.is_contiguous() for t in ints[1:])
         or any(isinstance(t, Tensor) and t.dtype != torch.float32 for t in floats)

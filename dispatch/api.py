@@ -146,8 +146,9 @@ def paged_attention(
     -------
     Tensor, like the query; with `return_lse` also float32 ``[num_tokens, num_heads]``
         Natural log-sum-exp of the scores, a sink included. A token that sees no key gets zeros
-        and −inf. A sequence whose table names a block that is not in the cache, or whose length
-        is beyond `max_seq_len` or its table, gets NaN, and no other sequence does.
+        and −inf. A sequence whose table names a block that is not in the cache, whose length is
+        beyond `max_seq_len` or its table, or that has more query tokens than `max_query_len`,
+        gets NaN, and no other sequence does.
 
     Raises
     ------

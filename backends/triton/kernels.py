@@ -19,7 +19,7 @@ CHANGING = (
     "tables_ptr", "lens_ptr", "starts_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr", "k_scale_ptr",
     "v_scale_ptr",
     "num_seqs", "num_tokens", "num_blocks", "max_len", "window", "table_stride", "q_token",
-    "q_head", "o_token", "o_head", "num_splits", "min_tokens", "decode_queries",
+    "q_head", "o_token", "o_head", "num_splits", "min_tokens", "decode_queries", "max_queries",
 )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def sequence_of(starts_ptr, token, num_seqs):
 def merge(
     partial_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, sinks_ptr, num_seqs,
     num_tokens, max_len, window, o_token, o_head, num_splits, min_tokens, decode_queries,
-    NUM_HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+    max_queries, NUM_HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
     SPLITS: tl.constexpr, VARLEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -203,12 +203,14 @@ def merge(
     sequence = token
     query_len = 1
     owned = True
+    too_many = False  # query tokens: some have no row in any tile
     if VARLEN:
         sequence = sequence_of(starts_ptr, token, num_seqs)
         query_len = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
         owned = token < tl.load(starts_ptr + num_seqs)
-        if owned & (query_len > decode_queries):
+        if owned & (query_len > decode_queries) & (max_queries > decode_queries):
             return  # written by the prefill kernel
+        too_many = owned & (query_len > max_queries)
     length = tl.maximum(tl.load(lens_ptr + sequence), 0)
     usable = tl.where(length > max_len, 0, length)
     first, end = key_range(usable, usable - query_len, usable - 1, window, HAS_WINDOW)
@@ -246,10 +248,12 @@ def merge(
         m = tl.where(empty, m, m_all)
     denominator = tl.where(empty, 1.0, total)
     out = tl.where(empty, 0.0, acc / denominator)
+    out = tl.where(too_many, float("nan"), out)
     o_ptrs = out_ptr + token.to(tl.int64) * o_token + head * o_head + dim
     tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=dim < D)
     if HAS_LSE and tl.program_id(2) == 0:
         lse = tl.where(empty, float("-inf"), m + tl.log2(denominator)) * LN2
+        lse = tl.where(too_many, float("nan"), lse)
         tl.store(lse_ptr + token * NUM_HEADS + head + tl.arange(0, 1), lse)
 
 
@@ -258,6 +262,7 @@ def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, alibi_ptr,
     sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, v_scale, num_tokens, num_blocks,
     max_len, window, table_stride, q_token, q_head, o_token, o_head, num_seqs, decode_queries,
+    max_queries,
     NUM_HEADS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
     X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
@@ -290,6 +295,7 @@ def prefill(
     if (query_len <= decode_queries) | (tile_start >= query_len):
         return
     length = tl.maximum(tl.load(lens_ptr + low), 0)
+    length = tl.where(query_len > max_queries, max_len + 1, length)  # too many: NaN, as too long
     usable = tl.where(length > max_len, 0, length)
     context = usable - query_len
     last = context + tl.minimum(tile_start + TILE_QUERIES, query_len) - 1

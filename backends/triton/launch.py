@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from itertools import pairwise
 from typing import NamedTuple
@@ -42,6 +43,11 @@ class TritonRunner:
             self._run(call)
 
     def _run(self, call: Call) -> None:
+        if call.seq_lens.shape[0] == 0:  # every token is one of no sequence
+            call.out.zero_()
+            if call.lse is not None:
+                call.lse.fill_(-math.inf)
+            return
         if call.query_start_loc is None:
             self._decode(call, 1)
             return
@@ -96,7 +102,7 @@ class TritonRunner:
             ),
             (
                 lens.shape[0], num_tokens, call.max_seq_len, call.window or 0,
-                out.stride(0), out.stride(1), *splits, self._short,
+                out.stride(0), out.stride(1), *splits, self._short, call.max_query_len,
             ),
         )  # fmt: skip
 
@@ -107,7 +113,7 @@ class TritonRunner:
         self._kernels.prefill(call, tuning.prefill_tiling(self._problem), queries)(
             (self._problem.num_kv_heads, tiles, 1),
             _pointers(call, call.out),
-            (*_numbers(call), num_seqs, self._short),
+            (*_numbers(call), num_seqs, self._short, call.max_query_len),
         )
 
     def _splits(self, call: Call, tiling: tuning.Tiling, num_seqs: int) -> Splits:

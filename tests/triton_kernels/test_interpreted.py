@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import pagedattn
 from pagedattn import verify
 from pagedattn.backends.protocol import Call, KVLayout, Problem
 
@@ -96,6 +97,54 @@ def test_case_13_any_number_of_splits(splits: int) -> None:
     error, lse_error = verify.errors(call, verify.oracle(call, problem))
     assert error < 1e-5
     assert lse_error < 1e-5
+
+
+@pytest.mark.parametrize("hint", [2, 3, 12, 15])
+def test_more_query_tokens_than_the_hint_harm_their_own_sequence(hint: int) -> None:
+    """On a GPU the host cannot know: 16 tokens, where it was told that none has over `hint`."""
+    problem = replace(BASE, kv_layout="HND", varlen_query=True)
+    blocks = 8
+    cache = torch.randn(2, blocks, 2, 16, 32)
+    starts = [0, 2, 18, 20]
+    call = Call(
+        query=torch.randn(20, 6, 32), key_cache=cache[0], value_cache=cache[1],
+        block_tables=torch.arange(6).view(3, 2).to(torch.int32),
+        seq_lens=torch.tensor([17, 30, 20], dtype=torch.int32),
+        out=torch.full((20, 6, 32), 7.0), lse=torch.full((20, 6), 7.0), kv_layout="HND",
+        scale=32**-0.5, max_seq_len=32, max_query_len=hint,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+    )  # fmt: skip
+    TritonBackend().load(problem)(call)
+    truth = verify.oracle(call, problem)
+    truth.out[2:18], truth.lse[2:18] = math.nan, math.nan  # type: ignore[index]
+    error, lse_error = verify.errors(call, truth)
+    assert error < 1e-5
+    assert lse_error < 1e-5
+
+
+def test_case_17_a_whole_number_is_a_scale_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_VERIFY", "off")
+    call = _long_call(None, 40)
+    outs = [
+        pagedattn.paged_attention(
+            call.query, call.key_cache, call.value_cache, call.block_tables, call.seq_lens,
+            kv_layout="HND", k_scale=scale, v_scale=scale, softcap=scale, backend="triton",
+        )
+        for scale in (2, 2.0)
+    ]  # fmt: skip
+    assert torch.equal(*outs)
+
+
+def test_tokens_of_no_sequence_at_all() -> None:
+    problem = replace(BASE, kv_layout="HND", varlen_query=True)
+    call = replace(
+        _long_call(None), query_start_loc=torch.zeros(1, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32), block_tables=torch.zeros(0, 1).int(),
+    )  # fmt: skip
+    TritonBackend().load(problem)(call)
+    assert torch.equal(call.out, torch.zeros_like(call.out))
+    assert call.lse is not None
+    assert bool((call.lse == -math.inf).all())
 
 
 def test_case_22_no_length_or_batch_makes_a_new_kernel() -> None:
