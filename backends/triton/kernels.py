@@ -7,6 +7,9 @@ group.
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -21,6 +24,12 @@ CHANGING = (
     "num_seqs", "num_tokens", "num_blocks", "max_len", "window", "table_stride", "q_token",
     "q_head", "o_token", "o_head", "num_splits", "min_tokens", "decode_queries", "max_queries",
 )  # fmt: skip
+
+
+def _jit(kernel: Any) -> Any:
+    """`triton.jit` that specialises on nothing of `CHANGING`."""
+    parameters = inspect.signature(kernel).parameters
+    return triton.jit(do_not_specialize=[n for n in CHANGING if n in parameters])(kernel)
 
 
 @triton.jit
@@ -127,7 +136,7 @@ def _attend_rows(
             tl.store(lse_ptr + token * NUM_HEADS + row_head, lse * LN2, mask=row_valid)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@_jit
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, alibi_ptr,
     sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, v_scale, num_tokens, num_blocks,
@@ -188,7 +197,7 @@ def sequence_of(starts_ptr, token, num_seqs):
     return low
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@_jit
 def merge(
     partial_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, sinks_ptr, num_seqs,
     num_tokens, max_len, window, o_token, o_head, num_splits, min_tokens, decode_queries,
@@ -257,7 +266,7 @@ def merge(
         tl.store(lse_ptr + token * NUM_HEADS + head + tl.arange(0, 1), lse)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@_jit
 def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, alibi_ptr,
     sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, v_scale, num_tokens, num_blocks,

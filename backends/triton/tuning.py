@@ -45,9 +45,10 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
     where it is small, a program's latency counts and not how many bytes are in flight.
     """
     size = padded(problem.head_dim) * max(2, problem.kv_dtype.itemsize)  # bytes of a token
+    room = 32768 if roomy(problem.device) else 16384
 
     def tile(bytes_of_tile: int) -> int:
-        return _within(bytes_of_tile // size, 16, 64)
+        return _within(min(bytes_of_tile, room) // size, 16, 64)
 
     whole = problem.head_dim == padded(problem.head_dim)
     if num_rows > 16:
@@ -67,6 +68,8 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
 
 def prefill_tiling(problem: Problem) -> Tiling:
     """Measured on an H200 at 24/4/256 in bf16."""
+    if not roomy(problem.device):
+        return Tiling(_within(16384 // (2 * padded(problem.head_dim)), 16, 64), 4, 1, 1.0, False, 0)
     if problem.dtype == torch.float32 or padded(problem.head_dim) > 256:
         return Tiling(32, 8, 1, 1.0, False, 0)
     return Tiling(64, 8, 1 if problem.kv_layout == "packed" else 2, 1.0, False, 0)
@@ -74,12 +77,23 @@ def prefill_tiling(problem: Problem) -> Tiling:
 
 def prefill_queries(problem: Problem) -> int:
     """Query tokens of a tile: as many as fill its rows."""
-    budget = 64 if problem.dtype == torch.float32 or padded(problem.head_dim) > 256 else 128
+    large = problem.dtype == torch.float32 or padded(problem.head_dim) > 256
+    budget = 64 if large or not roomy(problem.device) else 128
     return max(1, budget // problem.group)
 
 
 def _within(value: int, low: int, high: int) -> int:
     return max(low, min(high, value))
+
+
+@functools.cache
+def roomy(device: str) -> bool:
+    """Whether a block may have the shared memory of a data centre's card: 160 KB and more, where
+    others end at 99 KB or 64."""
+    if not device.startswith("cuda"):
+        return True  # the interpreter: the tiles of the card that they were measured on
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) == (8, 0) or major in (9, 10)
 
 
 @functools.cache
