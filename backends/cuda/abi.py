@@ -1,0 +1,110 @@
+"""csrc/pagedattn.h as ctypes sees it: the struct of a call, mirrored member by member.
+
+A library says which version and size of the struct it was compiled with; one that does not say
+`ABI` must not be called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from pagedattn.backends.protocol import Call
+
+_VERSION = 1  # PAGEDATTN_ABI_VERSION
+_DENSE = 30  # key_pack_shift where a key's elements lie side by side
+_INT_MAX = 2**31 - 1
+
+_POINTERS = (
+    "query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "out",
+    "lse", "alibi_slopes", "sinks", "k_scale", "v_scale", "workspace",
+)  # fmt: skip
+_STRIDES = (
+    "query_token_stride", "query_head_stride", "out_token_stride", "out_head_stride",
+    "table_stride", "key_block_stride", "key_head_stride", "key_token_stride",
+    "key_chunk_stride", "value_block_stride", "value_head_stride", "value_token_stride",
+    "value_dim_stride", "num_blocks",
+)  # fmt: skip
+_COUNTS = (
+    "num_seqs", "num_tokens", "num_heads", "num_kv_heads", "max_blocks", "max_seq_len",
+    "max_query_len", "window", "num_splits", "tokens_per_split", "key_pack_shift",
+    "k_scale_count", "v_scale_count",
+)  # fmt: skip
+_NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
+
+
+class Params(ctypes.Structure):
+    """``struct pagedattn_params``."""
+
+    _fields_ = [  # noqa: RUF012 - ctypes wants a list
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        *((name, ctypes.c_int32) for name in _COUNTS),
+        *((name, ctypes.c_float) for name in _NUMBERS),
+    ]
+
+
+#: what pagedattn_abi() of a fitting library says
+ABI = _VERSION * 65536 + ctypes.sizeof(Params)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the types of a library's functions."""
+    library.pagedattn_run.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
+    library.pagedattn_run.restype = ctypes.c_int
+    library.pagedattn_error.argtypes = [ctypes.c_int]
+    library.pagedattn_error.restype = ctypes.c_char_p
+
+
+def params_of(call: Call, workspace: Tensor, num_splits: int, tokens_per_split: int) -> Params:
+    """The struct of a call, which holds addresses: the tensors must outlive the launch.
+
+    Parameters
+    ----------
+    workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
+    num_splits : partitions of the keys that the grid holds
+    tokens_per_split : size of a partition, a multiple of 64; 0 lets the kernel choose
+    """
+    num_tokens, num_heads, _ = call.query.shape
+    k_scale, v_scale = call.k_scale, call.v_scale
+    return Params(
+        _address(call.query), _address(call.key_cache), _address(call.value_cache),
+        _address(call.block_tables), _address(call.seq_lens), _address(call.query_start_loc),
+        _address(call.out), _address(call.lse), _address(call.alibi_slopes),
+        _address(call.sinks), _address(k_scale), _address(v_scale), _address(workspace),
+        *call.query.stride()[:2], *call.out.stride()[:2], call.block_tables.stride(0),
+        *_cache_strides(call), call.key_cache.shape[0],
+        call.seq_lens.shape[0], num_tokens, num_heads,
+        call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
+        min(call.max_seq_len, _INT_MAX), call.max_query_len, min(call.window or 0, _INT_MAX),
+        num_splits, tokens_per_split, _pack_shift(call), _count(k_scale), _count(v_scale),
+        call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
+    )  # fmt: skip
+
+
+def _cache_strides(call: Call) -> tuple[int, ...]:
+    """Block, head, token and chunk of the keys, then block, head, token and dim of the values."""
+    k, v = call.key_cache.stride(), call.value_cache.stride()
+    if call.kv_layout == "packed":
+        return (k[0], k[1], k[3], k[2], v[0], v[1], v[3], v[2])
+    token, head = (1, 2) if call.kv_layout == "NHD" else (2, 1)
+    return (k[0], k[head], k[token], 0, v[0], v[head], v[token], v[3])
+
+
+def _pack_shift(call: Call) -> int:
+    if call.kv_layout != "packed":
+        return _DENSE
+    return int(call.key_cache.shape[-1]).bit_length() - 1
+
+
+def _address(value: float | Tensor | None) -> int | None:
+    return value.data_ptr() if isinstance(value, Tensor) else None
+
+
+def _count(scale: float | Tensor | None) -> int:
+    return scale.numel() if isinstance(scale, Tensor) else 0
+
+
+def _number(scale: float | Tensor | None) -> float:
+    return scale if isinstance(scale, float | int) else 1.0

@@ -1,0 +1,40 @@
+// Reductions in logical groups of at most 32 lanes, whatever the hardware's warp is.
+//
+// A hardware warp of 64 holds two groups of 32; the explicit width keeps them apart. Every thread
+// of the block must call, since a hardware warp may span groups.
+#pragma once
+
+#include "problem_class.cuh"
+
+namespace pagedattn {
+
+constexpr int LOGICAL_WARP = 32;
+
+// NVIDIA's masks have 32 bits; where a warp has 64 lanes all of them take part.
+#if defined(__CUDACC__) && !defined(__ILUVATAR__)
+#define PA_ALL_LANES 0xffffffffu
+#else
+#define PA_ALL_LANES (~0ull)
+#endif
+
+/// The sum over WIDTH neighbouring lanes, in each of them.
+template <int WIDTH>
+PA_DEVICE float group_sum(float value) {
+  static_assert(WIDTH <= LOGICAL_WARP && (WIDTH & (WIDTH - 1)) == 0, "a power of two up to 32");
+#pragma unroll
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2)
+    value += __shfl_xor_sync(PA_ALL_LANES, value, offset, WIDTH);
+  return value;
+}
+
+/// The greatest over WIDTH neighbouring lanes, in each of them; a NaN is passed over.
+template <int WIDTH>
+PA_DEVICE float group_max(float value) {
+  static_assert(WIDTH <= LOGICAL_WARP && (WIDTH & (WIDTH - 1)) == 0, "a power of two up to 32");
+#pragma unroll
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(PA_ALL_LANES, value, offset, WIDTH));
+  return value;
+}
+
+}  // namespace pagedattn

@@ -1,0 +1,97 @@
+/* The C interface of a compiled kernel library: what the Python side calls through ctypes.
+ *
+ * One library serves one class of problems, chosen when it is compiled by the macros
+ *   PAGEDATTN_QUERY_TYPE   0 fp16, 1 bf16, 2 fp32
+ *   PAGEDATTN_KV_TYPE      the same, or 3 int8, 4 fp8 e4m3, 5 fp8 e5m2
+ *   PAGEDATTN_HEAD_DIM     elements of a head: a multiple of 8, at most 256
+ *   PAGEDATTN_GROUP        query heads of a KV head
+ *   PAGEDATTN_BLOCK_SIZE   tokens of a cache block: a multiple of 8
+ * The cache layout is no part of the class: it is a set of strides.
+ */
+#ifndef PAGEDATTN_H
+#define PAGEDATTN_H
+
+#include <stdint.h>
+
+#define PA_F16 0
+#define PA_BF16 1
+#define PA_F32 2
+#define PA_INT8 3
+#define PA_E4M3 4
+#define PA_E5M2 5
+
+/* Changes with any change of the struct below or of what its members mean. */
+#define PAGEDATTN_ABI_VERSION 1
+
+/* One call. Strides are in elements; pointers are to device memory, NULL where a feature is
+ * not used. Python mirrors this in backends/cuda/abi.py, member by member. */
+struct pagedattn_params {
+  const void *query;               /* [num_tokens, num_heads, head_dim], innermost dense */
+  const void *key_cache;           /* see the key and value strides */
+  const void *value_cache;
+  const int32_t *block_tables;     /* [num_seqs, max_blocks], innermost dense */
+  const int32_t *seq_lens;         /* [num_seqs] */
+  const int32_t *query_start_loc;  /* [num_seqs + 1]; NULL: one query token per sequence */
+  void *out;                       /* like the query */
+  float *lse;                      /* [num_tokens, num_heads], natural; may be NULL */
+  const float *alibi_slopes;       /* [num_heads] or NULL */
+  const float *sinks;              /* [num_heads] or NULL */
+  const float *k_scale;            /* [k_scale_count] or NULL */
+  const float *v_scale;            /* [v_scale_count] or NULL */
+  float *workspace;                /* num_splits * num_tokens * num_heads * (head_dim + 2) */
+
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  int64_t table_stride;
+  /* element d of a key: token * key_token + (d >> key_pack_shift) * key_chunk
+   *                     + (d & ((1 << key_pack_shift) - 1)) */
+  int64_t key_block_stride;
+  int64_t key_head_stride;
+  int64_t key_token_stride;
+  int64_t key_chunk_stride;
+  int64_t value_block_stride;
+  int64_t value_head_stride;
+  int64_t value_token_stride;
+  int64_t value_dim_stride;
+  int64_t num_blocks;              /* of the caches: ids at or beyond it name no block */
+
+  int32_t num_seqs;
+  int32_t num_tokens;              /* query tokens, padding included */
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t max_blocks;              /* entries of a table row */
+  int32_t max_seq_len;             /* a longer sequence gives NaN */
+  int32_t max_query_len;           /* no sequence has more query tokens */
+  int32_t window;                  /* keys that a token sees; 0: all */
+  int32_t num_splits;              /* partitions that the grid and the workspace hold */
+  int32_t tokens_per_split;        /* > 0: the fixed size of a partition (batch-invariant) */
+  int32_t key_pack_shift;          /* 30 where a key's elements are dense */
+  int32_t k_scale_count;           /* 0, 1 or num_kv_heads */
+  int32_t v_scale_count;
+
+  float scale;
+  float softcap;                   /* 0: none */
+  float k_scale_value;             /* multiplies what k_scale says */
+  float v_scale_value;
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Launch on `stream` (a cudaStream_t) of the current device. 0, or a code for pagedattn_error. */
+int pagedattn_run(const struct pagedattn_params *params, void *stream);
+
+/* What a code of pagedattn_run means. */
+const char *pagedattn_error(int code);
+
+/* PAGEDATTN_ABI_VERSION * 65536 + sizeof(struct pagedattn_params). */
+int pagedattn_abi(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

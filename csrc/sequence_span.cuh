@@ -1,0 +1,57 @@
+// What one sequence asks for: its query tokens, the keys they see, and how these are split.
+//
+// A function of the sequence's own lengths and of the launch, so that both phases agree on it
+// and no length is read on the host.
+#pragma once
+
+#include "problem_class.cuh"
+
+namespace pagedattn {
+
+constexpr int TILE = 64;  // tokens that a block takes at a time; partitions are whole tiles
+
+struct sequence_span {
+  int first_token;  // of its query tokens
+  int query_len;
+  int length;       // its keys; 0 where it is not served
+  bool refused;     // longer than its table or than the bound that the host gave
+  int first, end;   // the keys [first, end) that some query token sees
+  int tile_start;   // `first`, down to a whole tile
+  int share;        // tokens of a partition
+  int active;       // partitions that have work
+};
+
+PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
+  sequence_span s;
+  s.first_token = p.query_start_loc ? p.query_start_loc[sequence] : sequence;
+  s.query_len = p.query_start_loc ? p.query_start_loc[sequence + 1] - s.first_token : 1;
+  const int length = max(p.seq_lens[sequence], 0);
+  const int64_t capacity = static_cast<int64_t>(p.max_blocks) * BLOCK_SIZE;
+  s.refused = length > p.max_seq_len || length > capacity;
+  s.length = s.refused ? 0 : length;
+  s.first = 0;
+  s.end = s.query_len > 0 ? s.length : 0;
+  // behind the window of the first query token lies nothing that any of them sees
+  if (p.window > 0) s.first = max(max(s.length - s.query_len, 0) + 1 - p.window, 0);
+  s.tile_start = s.first / TILE * TILE;
+  const int tiles = ceil_div(max(s.end - s.tile_start, 0), TILE);
+  // the least that leaves no key over, whatever the host thought
+  s.share = max(max(p.tokens_per_split, ceil_div(tiles, p.num_splits) * TILE), TILE);
+  s.active = ceil_div(tiles * TILE, s.share);
+  return s;
+}
+
+/// The sequence that owns a query token: the last one that starts at or before it; -1: none.
+PA_DEVICE int sequence_of(const pagedattn_params& p, int token) {
+  if (!p.query_start_loc) return token < p.num_seqs ? token : -1;
+  if (p.num_seqs == 0 || token >= p.query_start_loc[p.num_seqs]) return -1;
+  int low = 0, high = p.num_seqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (p.query_start_loc[middle] <= token) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+}  // namespace pagedattn
