@@ -21,6 +21,7 @@ PA_DEVICE void key_scores(float (&scores)[ROWS][TILE], const float (&query)[ROWS
                           const paged_gather& gather, int tile_start) {
   constexpr int VECTORS = HEAD_DIM / WIDTH;
   constexpr int AT_ONCE = 4;  // loads that overlap
+  constexpr int PART = smaller(WIDTH, 8);  // elements that are floats at a time
   const int lane = threadIdx.x % KEY_LANES;
   float dot[KEYS_PER_THREAD][ROWS] = {};
   bool read[KEYS_PER_THREAD];
@@ -47,19 +48,22 @@ PA_DEVICE void key_scores(float (&scores)[ROWS][TILE], const float (&query)[ROWS
     for (int u = 0; u < AT_ONCE; ++u) {
       const int v = from + u * KEY_LANES;
       if (v >= VECTORS) break;
-      float key[KEYS_PER_THREAD][WIDTH];
 #pragma unroll
-      for (int i = 0; i < KEYS_PER_THREAD; ++i)
+      for (int first = 0; first < WIDTH; first += PART) {
+        float key[KEYS_PER_THREAD][PART];
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) key[i][e] = stored[u][i].get(e);
+        for (int i = 0; i < KEYS_PER_THREAD; ++i)
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r)
+          for (int e = 0; e < PART; ++e) key[i][e] = stored[u][i].get(first + e);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) {
-          const float q = query[r][v * WIDTH + e];
+        for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-          for (int i = 0; i < KEYS_PER_THREAD; ++i) dot[i][r] += q * key[i][e];
-        }
+          for (int e = 0; e < PART; ++e) {
+            const float q = query[r][v * WIDTH + first + e];
+#pragma unroll
+            for (int i = 0; i < KEYS_PER_THREAD; ++i) dot[i][r] += q * key[i][e];
+          }
+      }
     }
   }
 #pragma unroll

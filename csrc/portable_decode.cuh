@@ -125,8 +125,16 @@ PA_DEVICE void store_values(const float (&acc)[ROWS][Values::ACCUMULATORS],
   }
 }
 
+// How many blocks a multiprocessor should hold, which bounds the registers: as many as fit without
+// spills. Elsewhere than on NVIDIA's the register file is not known.
+#ifdef __ILUVATAR__
+#define PA_DECODE_BOUNDS __launch_bounds__(THREADS)
+#else
+#define PA_DECODE_BOUNDS __launch_bounds__(THREADS, ROWS * Values::ACCUMULATORS > 48 ? 2 : 3)
+#endif
+
 template <int ROWS, int KEY_WIDTH, class Values>
-__global__ void __launch_bounds__(THREADS) decode_kernel(pagedattn_params p) {
+__global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
   __shared__ decode_storage<ROWS, Values> shared;
   static_assert(sizeof(shared) <= SHARED_LIMIT, "more shared memory than every device has");
   constexpr int ROWS_PER_WARP = ceil_div(ROWS, LOGICAL_WARPS);

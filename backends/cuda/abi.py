@@ -37,7 +37,7 @@ _NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
 class Params(ctypes.Structure):
     """``struct pagedattn_params``."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes wants a list
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _STRIDES),
         *((name, ctypes.c_int32) for name in _COUNTS),
