@@ -14,7 +14,7 @@ struct sequence_span {
   int first_token;  // of its query tokens
   int query_len;
   int length;       // its keys; 0 where it is not served
-  bool refused;     // longer than its table or than the bound that the host gave
+  bool refused;     // longer than its table, or beyond a bound that the host gave: NaN
   int first, end;   // the keys [first, end) that some query token sees
   int tile_start;   // `first`, down to a whole tile
   int share;        // tokens of a partition
@@ -27,7 +27,7 @@ PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
   s.query_len = p.query_start_loc ? p.query_start_loc[sequence + 1] - s.first_token : 1;
   const int length = max(p.seq_lens[sequence], 0);
   const int64_t capacity = static_cast<int64_t>(p.max_blocks) * BLOCK_SIZE;
-  s.refused = length > p.max_seq_len || length > capacity;
+  s.refused = length > p.max_seq_len || length > capacity || s.query_len > p.max_query_len;
   s.length = s.refused ? 0 : length;
   s.first = 0;
   s.end = s.query_len > 0 ? s.length : 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,8 +55,8 @@ def judge(libraries: Libraries) -> Judge:
 def _same(one: Call, other: Call) -> bool:
     assert one.lse is not None
     assert other.lse is not None
-    out = one.out.nan_to_num(nan=7e4), other.out.nan_to_num(nan=7e4)
-    return torch.equal(*out) and torch.equal(one.lse.nan_to_num(7e4), other.lse.nan_to_num(7e4))
+    out = one.out.nan_to_num(nan=6e4), other.out.nan_to_num(nan=6e4)
+    return torch.equal(*out) and torch.equal(one.lse.nan_to_num(6e4), other.lse.nan_to_num(6e4))
 
 
 @every_layout
@@ -143,6 +144,33 @@ def test_lengths_that_no_host_has_checked(judge: Judge, length: int) -> None:
     call.seq_lens[2] = length
     result = judge(BASE, call)
     assert bool(result.out[2].isnan().all()) == (length > 350)
+
+
+def test_a_length_beyond_the_hosts_bound_with_a_whole_table(judge: Judge) -> None:
+    call = make_call(BASE)
+    call.max_seq_len = 300
+    assert int(call.seq_lens[4]) == 301
+    assert bool(judge(BASE, call).out[4].isnan().all())
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
+    judge: Judge, libraries: Libraries, most: int
+) -> None:
+    problem = replace(BASE, varlen_query=True)
+    call = make_call(problem)
+    right = judge(problem, call)
+    wrong = replace(call, max_query_len=most, lse=torch.empty(call.query.shape[:2]))
+    CudaRunner(libraries.of(problem), problem)(wrong)
+    assert call.host_query_start is not None
+    for first, end in pairwise(call.host_query_start):
+        rows = slice(first, end)
+        if end - first > most:
+            assert bool(wrong.out[rows].isnan().all())
+            assert wrong.lse is not None
+            assert bool(wrong.lse[rows].isnan().all())
+        else:
+            torch.testing.assert_close(wrong.out[rows], right.out[rows], equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", ["packed", "NHD"])
