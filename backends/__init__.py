@@ -2,5 +2,6 @@
 
 What they share: `protocol` (the call they receive), `facts` (the machine they run on),
 `platform_rules` (what a device's name means), `errors`, `layouts` (how a cache is laid out),
-`kv_write` (the write into it) and `states` (the one merge).
+`kv_write` (the write into it), `states` (the one merge) and `cache_folder` (where binaries and
+verdicts are kept).
 """

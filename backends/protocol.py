@@ -8,6 +8,7 @@ loads the function that does it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -125,4 +126,62 @@ class Backend(Protocol):
 
     def remedy(self, facts: Facts) -> str | None:
         """A line to paste that would make it present, or None if nothing would."""
+        ...
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What ``pagedattn build`` was asked to compile; types as its options spell them.
+
+    Attributes
+    ----------
+    archs : tuple of str
+        Empty: those of the devices in sight.
+    kv_dtypes : tuple of str
+        Empty: each query type's own.
+    """
+
+    archs: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("fp16",)
+    kv_dtypes: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] = (256,)
+    groups: tuple[int, ...] = (6,)
+    block_sizes: tuple[int, ...] = (16,)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A binary that a backend compiled, or was found to have compiled before."""
+
+    name: str  # what it is for, in a word
+    path: str
+    compiler: str
+    when: str  # UTC, ISO 8601
+    seconds: float  # that compiling took
+    current: bool = True  # False: of other sources than those installed, so never loaded
+
+
+# It ends early, with a BuildError, once its argument is set.
+BuildJob = Callable[[threading.Event], Built]
+
+
+@runtime_checkable
+class Buildable(Protocol):
+    """What a backend that is compiled offers beside the members of `Backend`; optional.
+
+    Jobs of several threads may run at once.
+    """
+
+    def build_jobs(self, facts: Facts, options: BuildOptions) -> dict[str, BuildJob]:
+        """Name and job of each binary that `options` ask for; nothing is compiled yet.
+
+        Raises
+        ------
+        BuildError
+            If there is no compiler for it, or no architecture is named and none in sight.
+        """
+        ...
+
+    def built(self) -> list[Built]:
+        """Every binary that is kept."""
         ...

@@ -1,4 +1,4 @@
-"""The commands: ``pagedattn report``, ``demo`` and ``verify``."""
+"""The commands: ``pagedattn report``, ``demo``, ``verify`` and ``build``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagedattn import __version__, demo, report_text, verify_command
+from pagedattn import __version__, build_command, demo, report_text, verify_command
 from pagedattn.backends.errors import (
     BackendUnavailable,
     BuildError,
@@ -76,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--again", action="store_true", help="forget the kept verdicts first")
     _add_where(check)
     check.set_defaults(run=_verify)
+
+    build = commands.add_parser("build", help="compile the CUDA kernels before the first call")
+    build_command.add_options(build)
+    build.set_defaults(run=build_command.run)
     return parser
 
 

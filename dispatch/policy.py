@@ -16,8 +16,8 @@ _FLOOR = Entry("torch", "plain torch: slower, but runs anywhere and needs nothin
 
 ORDER: dict[Vendor, tuple[Entry, ...]] = {
     "nvidia": (
-        Entry("cuda", "reads the packed layout at the memory's speed once it is built"),
-        Entry("triton", "near it in NHD and HND, and compiles itself"),
+        Entry("triton", "measured: near the memory's speed in NHD and HND; compiles itself"),
+        Entry("cuda", "the portable kernel, not measured on these devices yet; waits to be built"),
         _FLOOR,
     ),
     "corex": (

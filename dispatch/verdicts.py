@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from pagedattn import registry
+from pagedattn.backends.cache_folder import cache_dir
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.platform_rules import device_of
 from pagedattn.backends.protocol import Backend, Problem
@@ -34,27 +35,6 @@ log = logging.getLogger("pagedattn")
 not_kept: str | None = None
 # This process's own verdicts, by file name: where the folder cannot be written they hold too.
 _memory: dict[str, dict[str, Any]] = {}
-
-
-def cache_dir() -> Path:
-    """``PAGEDATTN_CACHE_DIR``, else the user's cache folder for pagedattn.
-
-    Raises
-    ------
-    OSError
-        If there is neither that variable nor a home folder.
-    """
-    import platformdirs  # only needed once something is kept
-
-    chosen = os.environ.get("PAGEDATTN_CACHE_DIR")
-    try:
-        folder = chosen or platformdirs.user_cache_dir("pagedattn", appauthor=False)
-    except RuntimeError as error:  # what pathlib says of a missing home
-        raise OSError(f"no home folder is known; set PAGEDATTN_CACHE_DIR ({error})") from error
-    path = Path(os.path.expanduser(folder))
-    if str(path).startswith("~") or not (chosen or path.is_absolute()):
-        raise OSError(f"no home folder is known for {folder}; set PAGEDATTN_CACHE_DIR")
-    return path
 
 
 def fingerprint(backend: Backend, problem: Problem, facts: Facts) -> dict[str, Any]:

@@ -16,7 +16,10 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 # the modules of backends/ that are no backend; its docstring says what each is for
-SHARED = {"protocol", "facts", "errors", "states", "layouts", "platform_rules", "kv_write"}
+SHARED = {
+    "protocol", "facts", "errors", "states", "layouts", "platform_rules", "kv_write",
+    "cache_folder",
+}  # fmt: skip
 REGISTRIES = {"registry.py"}  # the files of dispatch/ that may name a backend
 CODE = {".py", ".cu", ".cuh", ".cpp", ".h"}
 MOST_LINES = 400

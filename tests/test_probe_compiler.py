@@ -19,9 +19,9 @@ from _platforms import (
     other_vendor,
 )
 
+from pagedattn.backends.cuda.confirm import confirm_compiler
 from pagedattn.backends.facts import CompilerFacts
 from pagedattn.probe import probe
-from pagedattn.probe_confirm import confirm_compiler
 
 
 def test_corex_takes_clang_and_calls_nvcc_a_decoy(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def confirm_compiler(
         return compiler
     options: dict[str, Any] = {
         "timeout": timeout,
-        "env": _environment(compiler, os.environ if environ is None else environ),
+        "env": environment(compiler, os.environ if environ is None else environ),
         "capture_output": True,
         "text": True,
         "errors": "replace",
@@ -82,7 +82,7 @@ def _ask(
     return None, lines[0]
 
 
-def _environment(compiler: CompilerFacts, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(compiler: CompilerFacts, environ: Mapping[str, str]) -> dict[str, str]:
     """CoreX's compiler needs the tree's libraries on the loader's path."""
     result = dict(environ)
     if compiler.kind != "nvcc" and compiler.root:
