@@ -20,7 +20,7 @@ from pagedattn.settings import nearest
 ENTRY_POINT_GROUP = "pagedattn.backends"
 
 _BUILTIN = {
-    "cuda": ("pagedattn.backends.cuda_backend", "CudaBackend"),
+    "cuda": ("pagedattn.backends.cuda.backend", "CudaBackend"),
     "triton": ("pagedattn.backends.triton.backend", "TritonBackend"),
     "torch": ("pagedattn.backends.python_v2.backend", "TorchBackend"),
     "reference": ("pagedattn.backends.reference", "ReferenceBackend"),

@@ -104,6 +104,22 @@ int main(int count, char **words) {
         fprintf(file, "no library at all, but some text\n");
         return fclose(file);
     }
+    if (!strcmp(mode, "emulates")) {
+        /* the real sources, by the host's compiler over the emulation */
+        char *made[64] = {"g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-gnu-unique"};
+        int n = 6;
+        snprintf(path, sizeof path, "-I%s", value_of(root, "emulation", version));
+        made[n++] = path;
+        for (int i = 1; i < count && n < 58; ++i)
+            if (!strncmp(words[i], "-DPAGEDATTN_", 12) || !strncmp(words[i], "-I", 2))
+                made[n++] = words[i];
+        made[n++] = "-x"; made[n++] = "c++";
+        for (int i = 1; i < count; ++i)
+            if (strstr(words[i], ".cu")) made[n++] = words[i];
+        made[n++] = "-o"; made[n++] = output;
+        execvp("g++", made);
+        return 127;
+    }
     if (!right_arch && !strcmp(mode, "good")) strcpy(mode, "zeros");
     snprintf(path, sizeof path, "%s/made/%s.so", root, mode);
     return copy(path, output);
@@ -162,6 +178,12 @@ def toolchain_of(facts: Facts, arch: str = "ivcore10") -> Toolchain:
     return toolchains.find(facts, arch)
 
 
+def emulate(root: Path) -> None:
+    """From now on the compiler compiles the real sources for this CPU."""
+    set_mode(root, "emulates")
+    (root / "emulation").write_text(str(Path(__file__).parent / "cuda_emulation"))
+
+
 class FakeRunner:
     """The reference's numbers, carried into the output by the library that was compiled."""
 
@@ -198,3 +220,15 @@ class CudaOnCpu(CudaBackend):
 
     def _runner(self, library: ctypes.CDLL, problem: Problem) -> Runner:
         return FakeRunner(library)
+
+
+class EmulatedCuda(CudaOnCpu):
+    """The same with the real kernels and their real launch."""
+
+    name = "emulatedcuda"
+
+    def _abi(self) -> int:
+        return CudaBackend._abi(self)
+
+    def _runner(self, library: ctypes.CDLL, problem: Problem) -> Runner:
+        return CudaBackend._runner(self, library, problem)

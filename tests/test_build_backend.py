@@ -16,7 +16,7 @@ from _build_fixtures import cache as cache
 from _build_fixtures import needs_gcc
 from _build_fixtures import tree as tree
 from _build_fixtures import tree_template as tree_template
-from _fake_corex import CudaOnCpu, compiled, facts_of, set_mode
+from _fake_corex import CudaOnCpu, EmulatedCuda, compiled, emulate, facts_of, set_mode
 from _platforms import bi_v100, cpu_only, nvidia, nvidia_without_nvcc
 
 from pagedattn import chain, register_backend, verify, verify_child
@@ -170,7 +170,8 @@ def test_damaged_binary_says_what_to_delete(facts: Facts, sources: Path) -> None
         ({"block_size": 12}, "block_size is 12"),
         ({"device": "cpu"}, "the tensors are on a CPU"),
         ({"kv_dtype": torch.float16}, "a cache of fp16"),
-        ({"varlen_query": True}, "one query token a sequence"),
+        ({"varlen_query": True}, "it is made for decode"),
+        ({"batch_invariant": True}, "bit-equal"),
     ],
 )
 def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
@@ -221,4 +222,20 @@ def test_chain_ends_on_torch_with_the_reason(
         lost = binding.candidates[0]
         assert (lost.present, lost.loadable, lost.selected) == (True, False, False)
         assert "corex-3.2.3/bin/clang++ for ivcore10" in lost.reasons[0]
+    assert compiled(tree) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+def test_the_whole_road_with_the_real_kernels(
+    layout: str, facts: Facts, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found, compiled, loaded in a child, proved there on a hard problem, and selected."""
+    monkeypatch.setattr(source, "entry", lambda: source.folder() / source.ENTRY)
+    emulate(tree)
+    register_backend(EmulatedCuda())
+    problem = small_problem(kv_layout=layout, return_lse=True)
+    binding = chain.resolve(problem, Request(("emulatedcuda", "torch"), "a test"), facts)
+    assert binding.backend == "emulatedcuda", binding.candidates
+    assert binding.candidates[0].verified
     assert compiled(tree) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import logging
 import os
@@ -12,6 +11,7 @@ from functools import partial
 
 from pagedattn.backends.cuda import binary_cache, compile, source
 from pagedattn.backends.cuda import toolchain as toolchains
+from pagedattn.backends.cuda.abi import ABI
 from pagedattn.backends.cuda.binary_cache import Binary
 from pagedattn.backends.cuda.spec import Spec, check, spec_of, unsupported_reasons
 from pagedattn.backends.cuda.toolchain import Toolchain
@@ -57,7 +57,11 @@ class CudaBackend:
         if problem.device_type != "cuda":
             reasons.append(f"the tensors are on a {problem.device_type.upper()}")
         if problem.varlen_query:
-            reasons.append("it has one query token a sequence: no query_start_loc")
+            reasons.append(
+                "it is made for decode: no query_start_loc, which may hold long prefills"
+            )
+        if problem.batch_invariant:
+            reasons.append("its batch-invariant mode has not been proved bit-equal on a GPU yet")
         return reasons
 
     def remedy(self, facts: Facts) -> str | None:
@@ -130,14 +134,13 @@ class CudaBackend:
 
     def _abi(self) -> int:
         """The number of the interface that our ctypes structure mirrors."""
-        number: int = importlib.import_module("pagedattn.backends.cuda.abi").ABI
-        return number
+        return ABI
 
     def _runner(self, library: ctypes.CDLL, problem: Problem) -> Runner:
         # imported here: until something is loaded the report needs none of it
-        launch = importlib.import_module("pagedattn.backends.cuda.launch")
-        runner: Runner = launch.CudaRunner(library, problem)
-        return runner
+        from pagedattn.backends.cuda.launch import CudaRunner
+
+        return CudaRunner(library, problem)
 
 
 def _never() -> bool:
