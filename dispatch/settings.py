@@ -19,7 +19,7 @@ PREFIX = "PAGEDATTN_"
 #: name -> what it means, in a line
 VARIABLES: dict[str, str] = {
     "PAGEDATTN_BACKEND": "a backend's name, or a comma list that is the chain",
-    "PAGEDATTN_BUILD": "auto | never (compile nothing at run time)",
+    "PAGEDATTN_BUILD": "auto | never | always: whether a first use may compile",
     "PAGEDATTN_CACHE_DIR": "where binaries and verdicts are kept",
     "PAGEDATTN_CHECK": "1: check lengths and table contents, naming the culprit; synchronises",
     "PAGEDATTN_COREX_TRITON": "1: accept the vendor's Triton on a BI-V100",
@@ -28,7 +28,7 @@ VARIABLES: dict[str, str] = {
     "PAGEDATTN_VERIFY": "auto | child (always in a child process) | off",
 }
 _CHOICES = {
-    "PAGEDATTN_BUILD": ("auto", "never"),
+    "PAGEDATTN_BUILD": ("auto", "never", "always"),
     "PAGEDATTN_LOG": ("debug", "info", "warning", "error"),
     "PAGEDATTN_VERIFY": ("auto", "child", "off"),
 }

@@ -25,11 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", type=int, default=None, help="repeat the random inputs of an earlier run"
     )
+    parser.addoption(
+        "--cuda-cache",
+        default=None,
+        metavar="FOLDER",
+        help="judge the CUDA backend on a GPU too: compile what the tests need, keep it in FOLDER",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = secrets.randbelow(2**31)
+    if config.option.cuda_cache is not None:
+        os.environ["PAGEDATTN_BUILD"] = "always"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -65,10 +73,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+def _own_cache_dir(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[None, None, None]:
     """No verdict or binary of this machine is read, and none is left behind."""
+    folder = pytestconfig.option.cuda_cache or tmp_path_factory.mktemp("pagedattn-cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGEDATTN_CACHE_DIR", str(tmp_path_factory.mktemp("pagedattn-cache")))
+        patch.setenv("PAGEDATTN_CACHE_DIR", str(folder))
         yield
 
 

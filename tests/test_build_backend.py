@@ -107,6 +107,14 @@ def test_nvidia_waits_for_the_command(tmp_path: Path, sources: Path) -> None:
         backend.load(small_problem())
 
 
+def test_build_always(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_BUILD", "always")
+    facts = probe(nvidia().sources(tmp_path))
+    backend = CudaOnCpu()
+    assert backend.not_present_reasons(facts) == []
+    assert backend.remedy(facts) is None
+
+
 def test_built_elsewhere_and_no_compiler_here(facts: Facts, sources: Path, tmp_path: Path) -> None:
     build(CudaOnCpu(), facts)
     bare = replace(facts, compiler=probe(nvidia_without_nvcc().sources(tmp_path / "m")).compiler)

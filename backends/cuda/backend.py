@@ -143,13 +143,17 @@ class CudaBackend:
         return CudaRunner(library, problem)
 
 
+def _policy() -> str:
+    return os.environ.get("PAGEDATTN_BUILD", "").strip().lower() or "auto"
+
+
 def _never() -> bool:
-    return os.environ.get("PAGEDATTN_BUILD", "").strip().lower() == "never"
+    return _policy() == "never"
 
 
 def _builds_at_first_use(facts: Facts) -> bool:
     """Where Triton serves, compiling waits for the command; on CoreX nothing but torch would."""
-    return facts.vendor == "corex" and not _never()
+    return _policy() == "always" or (facts.vendor == "corex" and not _never())
 
 
 def _toolchain(facts: Facts, arch: str) -> tuple[Toolchain | None, BuildError | None]:
