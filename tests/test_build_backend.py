@@ -179,7 +179,6 @@ def test_damaged_binary_says_what_to_delete(facts: Facts, sources: Path) -> None
         ({"device": "cpu"}, "the tensors are on a CPU"),
         ({"kv_dtype": torch.float16}, "a cache of fp16"),
         ({"varlen_query": True}, "it is made for decode"),
-        ({"batch_invariant": True}, "bit-equal"),
     ],
 )
 def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:

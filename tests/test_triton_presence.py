@@ -67,11 +67,6 @@ def test_every_reason_is_given() -> None:
     assert TritonBackend().not_supported_reasons(PROBLEM) == []
 
 
-def test_batch_invariance_is_left_to_others_on_a_gpu() -> None:
-    (reason,) = TritonBackend().not_supported_reasons(replace(PROBLEM, batch_invariant=True))
-    assert "bit-equal" in reason
-
-
 def test_asking_imports_no_triton() -> None:
     code = (
         "import sys; from pagedattn.backends.triton.backend import TritonBackend; "

@@ -60,8 +60,6 @@ class CudaBackend:
             reasons.append(
                 "it is made for decode: no query_start_loc, which may hold long prefills"
             )
-        if problem.batch_invariant:
-            reasons.append("its batch-invariant mode has not been proved bit-equal on a GPU yet")
         return reasons
 
     def remedy(self, facts: Facts) -> str | None:

@@ -32,8 +32,6 @@ class TritonBackend:
         reasons = []
         if problem.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             reasons.append("the tensors are on a CPU, and TRITON_INTERPRET=1 is not set")
-        if problem.batch_invariant and problem.device_type == "cuda":
-            reasons.append("its batch-invariant mode has not been proved bit-equal on a GPU yet")
         if problem.head_dim > MAX_HEAD_DIM:
             reasons.append(f"head_dim is {problem.head_dim}, more than {MAX_HEAD_DIM}")
         if problem.group > MAX_GROUP:
