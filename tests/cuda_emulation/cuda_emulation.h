@@ -1,5 +1,5 @@
-// CUDA on a CPU, as much as the portable sources use: blocks one after the other, the threads of
-// a block as fibres that switch at barriers and shuffles. The warp size is set at run time.
+// CUDA on a CPU, as much as the sources use: blocks one after the other, the threads of a block as
+// fibres that switch at barriers and shuffles. The warp size is set at run time.
 //
 // Beside running a kernel it tells what is undefined on a device: a barrier or a shuffle that not
 // every thread reaches, and a shuffle whose mask leaves out a lane that calls it. The threads run
@@ -25,6 +25,8 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ static  // one block runs at a time
 
 using std::max;
@@ -40,23 +42,33 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 typedef int cudaError_t;
 typedef void* cudaStream_t;
-constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9,
-                      cudaErrorLaunchFailure = 719;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1,
+                      cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719;
 
 namespace emulation {
 
-enum class waits { nothing, block, warp, ended };
+enum class waits { nothing, block, warp, event, ended };
 
 struct fibre {
   ucontext_t context;
   jmp_buf resume;
   std::unique_ptr<char[]> stack;
   waits state = waits::nothing;
+  std::function<bool()> happened;  // what an event's wait is for
   bool started = false;
-  int barriers = 0;  // reached so far, to tell barriers apart
 };
 
 constexpr int STACK_BYTES = 128 * 1024;
@@ -68,8 +80,8 @@ inline std::vector<fibre> fibres;
 inline std::vector<unsigned> exchange;  // a value of each thread, for shuffles
 inline int current = 0;
 inline jmp_buf scheduler;
-inline ucontext_t home;
 inline std::function<void()> body;
+inline std::vector<void (*)()> at_block_start, at_block_end;  // of further parts of the emulation
 
 }  // namespace emulation
 
@@ -86,6 +98,13 @@ inline void give_way(waits what) {
   fibre& self = fibres[current];
   self.state = what;
   if (_setjmp(self.resume) == 0) _longjmp(scheduler, 1);
+}
+
+/// Wait for what another thread brings about; `happened` must change nothing.
+inline void wait_until(std::function<bool()> happened) {
+  if (happened()) return;
+  fibres[current].happened = std::move(happened);
+  give_way(waits::event);
 }
 
 inline void entry() {
@@ -130,6 +149,8 @@ inline bool sweep(int first, int last) {
   volatile bool ran = false;
   for (volatile int n = 0; n < last - first; n = n + 1) {
     const int i = falling ? last - 1 - n : first + n;
+    if (fibres[i].state == waits::event && fibres[i].happened())
+      fibres[i].state = waits::nothing;
     if (fibres[i].state != waits::nothing) continue;
     ran = true;
     set_thread(i);
@@ -139,6 +160,12 @@ inline bool sweep(int first, int last) {
     }
   }
   return ran;
+}
+
+inline void tell_of_deadlock() {
+  for (const fibre& f : fibres)
+    if (f.state == waits::event) return tell("a wait for copies that never complete");
+  tell("threads wait for others that never come (a barrier or shuffle under a condition)");
 }
 
 /// A block to its end; false where its threads wait for one another for ever.
@@ -161,7 +188,7 @@ inline bool run_block() {
     for (const fibre& f : fibres) over = over && f.state == waits::ended;
     if (over) return true;
     if (!moved) {
-      tell("threads wait for others that never come (a barrier or shuffle under a condition)");
+      tell_of_deadlock();
       return false;
     }
   }
@@ -195,7 +222,9 @@ inline cudaError_t launch(dim3 grid, dim3 block) {
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
         blockIdx = dim3(x, y, z);
+        for (const auto step : at_block_start) step();
         if (!run_block()) return cudaErrorLaunchFailure;
+        for (const auto step : at_block_end) step();
       }
   return fault ? cudaErrorLaunchFailure : cudaSuccess;
 }
@@ -203,6 +232,12 @@ inline cudaError_t launch(dim3 grid, dim3 block) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::give_way(emulation::waits::block); }
+
+inline void __syncwarp(unsigned long long mask = ~0ull) {
+  if (!(mask >> emulation::current % emulation::warp_size & 1))
+    emulation::tell("a lane meets others by a mask that does not name it");
+  emulation::give_way(emulation::waits::warp);
+}
 
 template <class T>
 T __shfl_xor_sync(unsigned long long mask, T value, int other, int width = emulation::warp_size) {
@@ -230,14 +265,6 @@ T atomicAdd(T* address, T value) {  // fibres do not switch here
   return old;
 }
 
-template <class P>
-cudaError_t cudaLaunchKernel(void (*kernel)(P), dim3 grid, dim3 block, void** arguments, size_t,
-                             cudaStream_t) {
-  P* parameters = static_cast<P*>(arguments[0]);
-  emulation::body = [=] { kernel(*parameters); };
-  return emulation::launch(grid, block);
-}
-
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t code) {
   if (emulation::fault) return emulation::fault;
@@ -253,6 +280,24 @@ inline unsigned __float_as_uint(float value) {
   unsigned bits;
   memcpy(&bits, &value, 4);
   return bits;
+}
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+
+/// Four of the eight bytes of a (0 to 3) and b (4 to 7), as the selector's nibbles say.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned nibble = selector >> 4 * i & 0xfu;
+    unsigned byte = bytes >> 8 * (nibble & 7u) & 0xffu;
+    if (nibble & 8u) byte = byte & 0x80u ? 0xffu : 0u;  // its sign
+    chosen |= byte << 8 * i;
+  }
+  return chosen;
 }
 
 struct __half {
@@ -288,3 +333,5 @@ extern "C" inline __attribute__((used)) void emulation_configure(int warp_size, 
   emulation::fault = nullptr;
 }
 extern "C" inline __attribute__((used)) const char* emulation_fault() { return emulation::fault; }
+
+#include "emulated_launch.h"

@@ -19,7 +19,16 @@ FORBIDDEN = {
     "headers that CoreX's compiler cannot take": r"cuda_fp8|cuda_bf16|cooperative_groups|<mma",
     "shared memory given at launch": r"extern\s+__shared__",
 }
-FILES = sorted(p for p in sources().iterdir() if p.suffix in (".cu", ".cuh", ".h"))
+
+
+def included_from(name: str) -> set[Path]:
+    """A source and all of ours that it includes."""
+    text = (sources() / name).read_text(encoding="utf-8")
+    names = re.findall(r'^#include "([^"]+)"', text, flags=re.MULTILINE)
+    return {sources() / name}.union(*(included_from(other) for other in names))
+
+
+FILES = sorted(included_from("portable.cu"))
 
 
 def code_of(text: str) -> str:

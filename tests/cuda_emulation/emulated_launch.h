@@ -1,0 +1,152 @@
+// The part of CUDA's runtime that launches kernels and tells of the device; included by
+// cuda_emulation.h.
+//
+// A launch's dynamic shared memory is filled with 0xFF (NaN in each type) before each block, and a
+// block that writes beyond it is told.
+#pragma once
+
+#include <map>
+#include <tuple>
+#include <utility>
+
+#define PA_DYNAMIC_SHARED(name) unsigned char* const name = emulation::dynamic_shared()
+
+namespace emulation {
+
+constexpr size_t SHARED_BYTES = 228 * 1024;
+constexpr size_t MOST_DYNAMIC_BYTES = 227 * 1024;     // of a block, on sm_90
+constexpr size_t UNASKED_DYNAMIC_BYTES = 48 * 1024;  // more must be asked for
+
+alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+inline size_t dynamic_bytes = 0;  // of the launch that is running
+inline std::map<void (*)(), size_t> most_dynamic_bytes;
+inline int capability = 9, multiprocessors = 4;
+
+inline unsigned char* dynamic_shared() {
+  if (dynamic_bytes == 0) tell("a kernel uses dynamic shared memory that its launch does not give");
+  return shared_memory;
+}
+
+/// Tell of an access beyond what the launch gave; where it is static memory nothing is known.
+inline void check_shared(const void* address, size_t bytes) {
+  const size_t offset = static_cast<const unsigned char*>(address) - shared_memory;
+  if (offset < SHARED_BYTES && offset + bytes > dynamic_bytes)
+    tell("an access beyond the dynamic shared memory of the launch");
+}
+
+inline void fill_shared() {
+  if (dynamic_bytes > 0) memset(shared_memory, 0xff, SHARED_BYTES);
+}
+
+inline void check_rest_of_shared() {
+  if (dynamic_bytes == 0) return;
+  for (size_t i = dynamic_bytes; i < SHARED_BYTES; ++i)
+    if (shared_memory[i] != 0xff) return tell("a write beyond the dynamic shared memory");
+}
+
+inline const bool shared_is_watched = [] {
+  at_block_start.push_back(fill_shared);
+  at_block_end.push_back(check_rest_of_shared);
+  return true;
+}();
+
+template <class... P>
+cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared) {
+  const auto asked = most_dynamic_bytes.find(reinterpret_cast<void (*)()>(kernel));
+  const size_t most = asked == most_dynamic_bytes.end() ? UNASKED_DYNAMIC_BYTES : asked->second;
+  if (shared > most) {
+    tell("a launch with more dynamic shared memory than cudaFuncSetAttribute asked for");
+    return cudaErrorInvalidValue;
+  }
+  dynamic_bytes = shared;
+  return launch(grid, block);
+}
+
+}  // namespace emulation
+
+template <class... P, size_t... I>
+void emulation_bind(void (*kernel)(P...), void** arguments, std::index_sequence<I...>) {
+  emulation::body = [=] { kernel(*static_cast<P*>(arguments[I])...); };
+}
+
+template <class... P>
+cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** arguments,
+                             size_t shared, cudaStream_t) {
+  emulation_bind(kernel, arguments, std::index_sequence_for<P...>());
+  return emulation::launch_kernel(kernel, grid, block, shared);
+}
+
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeIgnore = 0,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+};
+union cudaLaunchAttributeValue {
+  char pad[64];
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+/// Launches run one after the other, so that no attribute has an effect.
+template <class... P, class... Given>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...),
+                               Given&&... arguments) {
+  const std::tuple<P...> kept(std::forward<Given>(arguments)...);
+  emulation::body = [=] { std::apply(kernel, kept); };
+  return emulation::launch_kernel(kernel, config->gridDim, config->blockDim,
+                                  config->dynamicSmemBytes);
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+template <class... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
+  if (value < 0 || static_cast<size_t>(value) > emulation::MOST_DYNAMIC_BYTES) {
+    emulation::tell("more dynamic shared memory asked for than a block can have");
+    return cudaErrorInvalidValue;
+  }
+  emulation::most_dynamic_bytes[reinterpret_cast<void (*)()>(kernel)] = value;
+  return cudaSuccess;
+}
+
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *value = emulation::multiprocessors; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = emulation::capability; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(emulation::MOST_DYNAMIC_BYTES);
+      break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaSuccess;
+}
+
+// The device that the runtime tells of: its compute capability's major number, its size.
+extern "C" inline __attribute__((used)) void emulation_capability(int major) {
+  emulation::capability = major;
+}
+extern "C" inline __attribute__((used)) void emulation_multiprocessors(int count) {
+  emulation::multiprocessors = count;
+}
