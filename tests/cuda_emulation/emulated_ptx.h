@@ -41,13 +41,18 @@ struct gathered {
   }
 };
 
+/// Tell a fault after which there is nothing to read: the thread goes no further.
+inline void stop(const char* what) {
+  tell(what);
+  wait_until([] { return false; });
+}
+
 /// The lane's words to the others of its warp, all 32 of which must come to the same meeting.
 template <size_t N>
 gathered meet(meeting kind, const unsigned (&words)[N]) {
   const int first = current - current % 32;
-  const bool whole = warp_size == 32 && first + 32 <= static_cast<int>(places.size());
-  if (!whole) tell("an instruction of whole warps of 32 lanes in another warp");
-  if (!whole) wait_until([] { return false; });  // there is nothing to read
+  if (warp_size != 32 || first + 32 > static_cast<int>(places.size()))
+    stop("an instruction of whole warps of 32 lanes in another warp");
   meeting_place& mine = places[current];
   const int turn = ++mine.turn;
   memcpy(mine.words[turn & 1], words, sizeof(words));
@@ -55,7 +60,7 @@ gathered meet(meeting kind, const unsigned (&words)[N]) {
   give_way(waits::warp);
   for (int i = first; i < first + 32; ++i)
     if (places[i].turn < turn || places[i].kind[turn & 1] != kind)
-      tell("lanes of a warp meet in different instructions");
+      stop("lanes of a warp meet in different instructions");
   return {&places[first], turn};
 }
 

@@ -106,8 +106,9 @@ __global__ void copies_in_bulk(arguments x) {
     if (x.choice == READS_EARLY) __syncthreads();
     else if (x.choice != NEVER_WAITS) wait_barrier(barrier, round % 2);
     static_cast<float*>(x.out)[128 * round + thread] = tile[thread];
-    if (x.choice == READS_EARLY) wait_barrier(barrier, round % 2);
     __syncthreads();  // before the next round overwrites what others still read
+    if (x.choice == READS_EARLY) wait_barrier(barrier, round % 2);
+    if (x.choice == READS_EARLY) __syncthreads();
   }
 }
 
@@ -125,6 +126,7 @@ __global__ void copies_in_groups(arguments x) {
   __syncwarp();
   for (int i = 0; i < 4; ++i) out[32 * i + threadIdx.x] = first[32 * i + threadIdx.x];
   for (int i = 0; i < 4; ++i) out[128 + 32 * i + threadIdx.x] = second[32 * i + threadIdx.x];
+  __syncwarp();  // all have seen the second group on its way
   wait_copies<0>();
   __syncwarp();
   for (int i = 0; i < 4; ++i) out[256 + 32 * i + threadIdx.x] = second[32 * i + threadIdx.x];
