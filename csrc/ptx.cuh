@@ -142,15 +142,16 @@ PA_DEVICE void wait_barrier(copy_barrier* barrier, int parity) {
 /// Start a copy to shared memory; both addresses and `bytes` are multiples of 16.
 PA_DEVICE void bulk_copy(void* shared, const void* global, int bytes, copy_barrier* barrier) {
   PA_SM90_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 
 /// Start a copy of 16 bytes to shared memory, past the first-level cache.
 PA_DEVICE void copy_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
                : "memory");
 }
 

@@ -1,5 +1,6 @@
 """The portable sources compiled by nvcc for GPUs that are not here: what they need of registers,
-stack and shared memory, held against the figures in portable.json.
+stack and shared memory, held against the figures in portable.json. And that the instructions of
+ptx.cuh compile.
 
 `python tests/cuda_compilation/test_nvcc.py` records the figures anew.
 """
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # when run by itself
-from _emulation import macros, sources
+from _emulation import HEADERS, macros, sources
 
 from pagedattn.backends.protocol import Problem
 
@@ -104,6 +105,25 @@ def test_portable_kernels_fit_every_device(name: str, arch: str) -> None:
         assert {k: f["shared"] for k, f in found.items()} == {
             k: f["shared"] for k, f in kept.items()
         }
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_instructions_compile_for_the_devices_that_have_them(arch: str, tmp_path: Path) -> None:
+    assert NVCC is not None
+    command = [
+        *(NVCC, "-std=c++17", "-O3", f"-arch={arch}", "-cubin", "--keep", "-Xptxas", "-v"),
+        *(f"--keep-dir={tmp_path}", *macros(CLASSES["fp16-fp16-d256-g6-b16"])),
+        *(f"-I{sources()}", str(HEADERS / "ptx_kernels.cu"), "-o", str(tmp_path / "a.cubin")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+    code = (tmp_path / "ptx_kernels.ptx").read_text()
+    for everywhere in ("mma.sync", "ldmatrix.sync", "movmatrix.sync", "cp.async.cg"):
+        assert everywhere in code
+    for newer in ("cp.async.bulk", "mbarrier.try_wait", "griddepcontrol", "e4m3x2"):
+        assert (newer in code) == (arch == "sm_90"), newer
 
 
 def test_every_class_is_recorded() -> None:

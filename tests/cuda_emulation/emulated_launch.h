@@ -40,8 +40,9 @@ inline void fill_shared() {
 
 inline void check_rest_of_shared() {
   if (dynamic_bytes == 0) return;
-  for (size_t i = dynamic_bytes; i < SHARED_BYTES; ++i)
-    if (shared_memory[i] != 0xff) return tell("a write beyond the dynamic shared memory");
+  const unsigned char* const rest = shared_memory + dynamic_bytes;  // each byte as the one before
+  if (rest[0] != 0xff || memcmp(rest, rest + 1, SHARED_BYTES - dynamic_bytes - 1) != 0)
+    tell("a write beyond the dynamic shared memory");
 }
 
 inline const bool shared_is_watched = [] {

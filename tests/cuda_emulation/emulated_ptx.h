@@ -122,7 +122,8 @@ inline unsigned transpose_matrix(unsigned m) {
   const auto all = emulation::meet(emulation::meeting::transpose, {m});
   const int lane = emulation::current % 32, row = lane / 4, column = 2 * (lane % 4);
   const int shift = row % 2 * 16;
-  return pair_of(all(4 * column + row / 2, 0) >> shift, all(4 * (column + 1) + row / 2, 0) >> shift);
+  return pair_of(all(4 * column + row / 2, 0) >> shift,
+                 all(4 * (column + 1) + row / 2, 0) >> shift);
 }
 
 template <int TYPE>

@@ -1,4 +1,4 @@
-"""The emulation's twins of ptx.cuh do what a device would, at its latest, and tell what it forbids."""
+"""The emulation of ptx.cuh does what a device may do at the latest, and tells what it forbids."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Probes:
     if COMPILER is None:
         pytest.skip("g++ is not installed")
     target = tmp_path_factory.mktemp("ptx") / "probes.so"
-    return Probes(
-        compile_for_host(HEADERS / "ptx_kernels.cu", target, *macros(PROBLEM), EMULATED)
-    )
+    return Probes(compile_for_host(HEADERS / "ptx_kernels.cu", target, *macros(PROBLEM), EMULATED))
 
 
 @pytest.fixture
