@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -95,6 +95,22 @@ class Call:
 
 
 Runner = Callable[[Call], None]
+
+
+class Write(NamedTuple):
+    """One cache write's arguments, validated. Slots out of range are skipped."""
+
+    key: Tensor  # [num_tokens, kv_heads, head_dim], any strides; at least one token
+    value: Tensor
+    key_cache: Tensor  # by kv_layout
+    value_cache: Tensor
+    slot_mapping: Tensor  # int32 or int64 [num_tokens], any stride
+    kv_layout: KVLayout
+    k_scale: float | Tensor | None  # a tensor: 1 or kv_heads elements, on the device
+    v_scale: float | Tensor | None
+
+
+Writer = Callable[[Write], None]
 
 
 @runtime_checkable

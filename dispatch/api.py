@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedattn import admission, arguments, cache, ops
 from pagedattn.backends import states
-from pagedattn.backends.protocol import KVLayout
+from pagedattn.backends.protocol import KVLayout, Write
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -217,9 +217,7 @@ def write_kv(
         For arguments that do not fit, before anything is written. A slot beyond the cache is
         one on a CPU, and on a device with ``PAGEDATTN_CHECK=1``; else it is skipped there.
     """
-    given = cache.Writing(
-        key, value, key_cache, value_cache, slot_mapping, kv_layout, k_scale, v_scale
-    )
+    given = Write(key, value, key_cache, value_cache, slot_mapping, kv_layout, k_scale, v_scale)
     if ops.is_compiling():
         ops.traced_write(given)
     else:
