@@ -1,22 +1,11 @@
 // The portable kernels' entry: right on warps of 32 and of 64, no PTX, static shared memory.
 //
 // Compiled once for each class of problems (see pagedattn.h). The device is the caller's.
-#include "kernel_launch.cuh"
+#include "cache_write.cuh"
 #include "portable_merge.cuh"
 
 namespace pagedattn {
 namespace {
-
-enum refusal { NO_SPLITS = -1, TOO_MANY_BLOCKS = -2, BAD_SPLIT_SIZE = -3 };
-
-/// Whether every one of these is a multiple of `size` bytes, an element having `element`.
-template <class... Strides>
-bool aligned(int size, int element, const void* pointer, Strides... strides) {
-  bool fits = reinterpret_cast<uintptr_t>(pointer) % size == 0;
-  for (const int64_t stride : {static_cast<int64_t>(strides)...})
-    fits = fits && stride * element % size == 0;
-  return fits;
-}
 
 template <int ROWS, int KEY_WIDTH, class Values>
 int decode(const pagedattn_params& p, cudaStream_t stream) {

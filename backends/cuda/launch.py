@@ -58,7 +58,7 @@ class CudaRunner:
         # of this call alone: the allocator keeps streams apart
         workspace = _workspace(call, splits.number)
         params = params_of(call, workspace, splits.number, splits.tokens)
-        code = self._library.pagedattn_run(params, _stream(self._device))
+        code = self._library.pagedattn_run(params, current_stream(self._device))
         if code:
             words = (self._library.pagedattn_error(code) or b"").decode(errors="replace")
             raise RuntimeError(f"CUDA error: {words} (code {code})")
@@ -85,7 +85,8 @@ def _workspace(call: Call, splits: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=call.query.device)
 
 
-def _stream(device: int | None) -> int | None:
+def current_stream(device: int | None) -> int | None:
+    """torch's stream on a CUDA device; None for the CPU, where the emulation needs none."""
     if device is None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)
