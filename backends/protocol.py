@@ -145,6 +145,25 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class WritesCache(Protocol):
+    """What a backend that can write the cache too offers beside the members of `Backend`;
+    optional. What it writes is, bit by bit, what `pagedattn.backends.kv_write` does on a CPU."""
+
+    def load_writer(self, problem: Problem) -> Writer:
+        """The function that writes caches of `problem`'s types, sizes and layout.
+
+        It takes what is there already and compiles nothing: a write comes before the attention
+        that would have its backend compiled.
+
+        Raises
+        ------
+        BackendUnavailable
+            If nothing is ready.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class BuildOptions:
     """What ``pagedattn build`` was asked to compile; types as its options spell them.

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import arguments, chain, contents
-from pagedattn.backends import kv_write
+from pagedattn import arguments, chain, contents, device_loss, request, writers
 from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Write, Writer
 from pagedattn.settings import reader, switch
 
+_read_backend = reader("PAGEDATTN_BACKEND")
 _read_check = reader("PAGEDATTN_CHECK")
 
 
@@ -28,13 +28,17 @@ class Admitted(NamedTuple):
 _admitted: dict[Any, Admitted] = {}
 _MAX_ADMITTED = 4096
 chain.on_reset(_admitted.clear)
+chain.on_bound(_admitted.clear)  # then another implementation may be ready to write
 
 
 def write(w: Write) -> None:
     """Validate and write; the body of `write_kv`."""
+    spec = request.forced.get()
+    if spec is None:
+        spec = _read_backend()
     key: tuple[Any, ...] | None
     try:
-        key = _key(w)
+        key = _key(w, spec)
         admitted = _admitted.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
         key, admitted = None, None
@@ -48,17 +52,27 @@ def write(w: Write) -> None:
         return
     if admitted.on_host or (_read_check() and switch("PAGEDATTN_CHECK")):
         contents.check_slots(w.slot_mapping, admitted.slot_count)
+    if device_loss.lost:
+        device_loss.refuse_if_lost(str(w.key.device))
+    try:
+        _run(admitted.writer, w)
+    except RuntimeError as error:
+        device_loss.raise_if_sticky(error, "the cache write", str(w.key.device))
+        raise
+
+
+def _run(writer: Writer, w: Write) -> None:
     # caches that were made in inference mode can be written in no other, and serve after it
     made_there = w.key_cache.is_inference() or w.value_cache.is_inference()
     if made_there and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
-            admitted.writer(w)
+            writer(w)
     else:
-        admitted.writer(w)
+        writer(w)
 
 
-def _key(w: Write) -> tuple[Any, ...]:
-    """All that validation looks at."""
+def _key(w: Write, spec: str | tuple[str, ...] | None) -> tuple[Any, ...]:
+    """All that validation looks at, and the backend asked for."""
     k, v, k_cache, v_cache, slots, layout, k_scale, v_scale = w
     return (
         k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
@@ -66,7 +80,7 @@ def _key(w: Write) -> tuple[Any, ...]:
         k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, k_cache.requires_grad,
         v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, v_cache.requires_grad,
         slots.shape, slots.stride(), slots.dtype, slots.device, layout, torch.is_grad_enabled(),
-        _scale_key(k_scale), _scale_key(v_scale),
+        _scale_key(k_scale), _scale_key(v_scale), spec,
     )  # fmt: skip
 
 
@@ -77,10 +91,14 @@ def _scale_key(scale: float | Tensor | None) -> Any:
 
 
 def _admit(w: Write) -> Admitted:
-    """Check everything that shapes and types tell."""
+    """Check everything that shapes and types tell, and choose what writes."""
     shape = _check(w)
+    problem = arguments.describe(
+        w.key, w.key_cache, shape, w.kv_layout,
+        kv_scales=arguments.kind_of_scales(w.k_scale, w.v_scale),
+    )  # fmt: skip
     slot_count = shape.num_blocks * shape.block_size
-    return Admitted(kv_write.write, slot_count, w.key.device.type == "cpu")
+    return Admitted(writers.writer_for(problem), slot_count, w.key.device.type == "cpu")
 
 
 def _check(w: Write) -> CacheShape:

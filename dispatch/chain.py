@@ -82,6 +82,7 @@ _bindings: dict[tuple[Problem, tuple[str, ...] | None], Binding] = {}
 # again by this process: the first message is the useful one.
 _failures: dict[tuple[str, Problem], Candidate] = {}
 _resets: list[Callable[[], None]] = []
+_bound: list[Callable[[], None]] = []
 _told: set[tuple[str, str]] = set()  # (device, backend) of fallbacks already logged
 # One lock a device: a first call waits for another on its own device and for nothing else. A
 # warm call takes none.
@@ -91,6 +92,11 @@ _locks: dict[str, threading.Lock] = {}
 def on_reset(callback: Callable[[], None]) -> None:
     """Call `callback` whenever bindings are dropped."""
     _resets.append(callback)
+
+
+def on_bound(callback: Callable[[], None]) -> None:
+    """Call `callback` after each new binding: a backend may have become ready for more by it."""
+    _bound.append(callback)
 
 
 def reset() -> None:
@@ -133,6 +139,8 @@ def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -
             if binding is None:
                 device_loss.refuse_if_lost(problem.device)  # maybe by whom we waited for
                 binding = _bindings[key] = resolve(problem, request, probe_facts())
+                for callback in _bound:
+                    callback()
     return binding
 
 
