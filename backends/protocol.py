@@ -21,6 +21,10 @@ from pagedattn.backends.facts import Facts
 KVLayout = Literal["packed", "NHD", "HND"]
 KVScales = Literal["none", "float", "tensor", "per_head"]
 KV_SCALES: tuple[KVScales, ...] = get_args(KVScales)
+#: which sequences of a call a backend serves: two of them may share one between them
+QueryPart = Literal["all", "short", "long"]
+#: a sequence is short that has at most so many query tokens in the call
+SHORT_QUERIES = 16
 QUANTISED_KV_DTYPES = frozenset(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -48,6 +52,7 @@ class Problem:
     kv_scales: KVScales = "none"
     return_lse: bool = False
     batch_invariant: bool = False
+    query_part: QueryPart = "all"  # other than "all" only with varlen_query
 
     @property
     def group(self) -> int:
@@ -78,7 +83,7 @@ class Call:
     kv_layout: KVLayout
     scale: float
     max_seq_len: int  # no sequence is longer: the hint or the table's width, whichever is less
-    max_query_len: int  # no sequence has more query tokens in this call
+    max_query_len: int  # no sequence has more query tokens in this call; see query_part
     query_start_loc: Tensor | None = None  # int32 [num_seqs + 1], dense
     window: int | None = None
     softcap: float | None = None
@@ -92,6 +97,15 @@ class Call:
     # synchronise with a device.
     host_seq_lens: list[int] | None = None
     host_query_start: list[int] | None = None
+    # "short": serve the sequences of at most SHORT_QUERIES query tokens, which then is
+    # max_query_len, and the tokens of no sequence. "long": serve the other sequences. The rows of
+    # both results that are not to be served keep what they hold.
+    query_part: QueryPart = "all"
+
+    def serves(self, query_len: int) -> bool:
+        """Whether a sequence of so many query tokens is served."""
+        part = self.query_part
+        return part == "all" or (query_len <= SHORT_QUERIES) == (part == "short")
 
 
 Runner = Callable[[Call], None]

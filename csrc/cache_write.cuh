@@ -2,6 +2,7 @@
 // its key and of its value, and puts them where the token's slot is.
 #pragma once
 
+#include "alignment.cuh"
 #include "convert.cuh"
 #include "kernel_launch.cuh"
 #include "pagedattn_write.h"

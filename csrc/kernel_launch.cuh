@@ -1,5 +1,4 @@
-// What the entries share: a kernel's launch, as every compiler and the tests' emulation take it,
-// and which loads an argument's strides allow.
+// A kernel's launch, as every compiler and the tests' emulation take it.
 #pragma once
 
 #include "problem_class.cuh"
@@ -10,15 +9,6 @@ constexpr int64_t MOST_BLOCKS = 2147483647;  // of a grid
 
 /// Codes of an entry that refused; cudaError_t's are positive.
 enum refusal { NO_SPLITS = -1, TOO_MANY_BLOCKS = -2, BAD_SPLIT_SIZE = -3 };
-
-/// Whether every one of these is a multiple of `size` bytes, an element having `element`.
-template <class... Strides>
-bool aligned(int size, int element, const void* pointer, Strides... strides) {
-  bool fits = reinterpret_cast<uintptr_t>(pointer) % size == 0;
-  for (const int64_t stride : {static_cast<int64_t>(strides)...})
-    fits = fits && stride * element % size == 0;
-  return fits;
-}
 
 template <class Parameters>
 cudaError_t launch(void (*kernel)(Parameters), int64_t blocks, Parameters p, cudaStream_t stream) {

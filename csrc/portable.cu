@@ -1,7 +1,9 @@
 // The portable kernels' entry: right on warps of 32 and of 64, no PTX, static shared memory.
 //
 // Compiled once for each class of problems (see pagedattn.h). The device is the caller's.
+#include "alignment.cuh"
 #include "cache_write.cuh"
+#include "kernel_launch.cuh"
 #include "portable_merge.cuh"
 
 namespace pagedattn {

@@ -114,7 +114,7 @@ def _check_features(features: dict[str, Any]) -> None:
 
 
 _NAMED = ("device", "dtype", "kv_dtype", "num_heads", "num_kv_heads", "head_dim", "block_size",
-          "kv_layout")  # fmt: skip
+          "kv_layout", "query_part")  # fmt: skip
 
 
 def bind_at_import() -> None:

@@ -148,8 +148,10 @@ def oracle(call: Call, problem: Problem) -> Call:
     exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     truth = replace(
         call,
-        out=torch.empty(call.out.shape, **exact),
-        lse=None if call.lse is None else torch.empty(call.lse.shape, **exact),
+        out=torch.full(call.out.shape, hard_problems.UNTOUCHED, **exact),
+        lse=None
+        if call.lse is None
+        else torch.full(call.lse.shape, hard_problems.UNTOUCHED, **exact),
     )
     registry.get("reference").load(problem)(truth)
     return truth

@@ -178,7 +178,7 @@ def test_damaged_binary_says_what_to_delete(facts: Facts, sources: Path) -> None
         ({"block_size": 12}, "block_size is 12"),
         ({"device": "cpu"}, "the tensors are on a CPU"),
         ({"kv_dtype": torch.float16}, "a cache of fp16"),
-        ({"varlen_query": True}, "it is made for decode"),
+        ({"varlen_query": True, "query_part": "long"}, "it is made for decode"),
     ],
 )
 def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
@@ -189,6 +189,8 @@ def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
 
 def test_what_it_can_do() -> None:
     problem = small_problem(device="cuda:0", kv_dtype=torch.int8, alibi=True, sinks=True)
+    assert CudaBackend().not_supported_reasons(problem) == []
+    problem = replace(problem, varlen_query=True, query_part="short")
     assert CudaBackend().not_supported_reasons(problem) == []
 
 

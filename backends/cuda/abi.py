@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedattn.backends.protocol import Call, Write
 
-_VERSION = 1  # PAGEDATTN_ABI_VERSION
+_VERSION = 2  # PAGEDATTN_ABI_VERSION
 _DENSE = 30  # key_pack_shift where a key's elements lie side by side
 _INT_MAX = 2**31 - 1
 
@@ -29,7 +29,7 @@ _STRIDES = (
 _COUNTS = (
     "num_seqs", "num_tokens", "num_heads", "num_kv_heads", "max_blocks", "max_seq_len",
     "max_query_len", "window", "num_splits", "tokens_per_split", "key_pack_shift",
-    "k_scale_count", "v_scale_count",
+    "k_scale_count", "v_scale_count", "skip_longer",
 )  # fmt: skip
 _NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
 
@@ -63,6 +63,7 @@ def params_of(call: Call, workspace: Tensor, num_splits: int, tokens_per_split: 
     Parameters
     ----------
     workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
+        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens.
     num_splits : partitions of the keys that the grid holds
     tokens_per_split : size of a partition, a multiple of 64; 0 lets the kernel choose
     """
@@ -79,6 +80,7 @@ def params_of(call: Call, workspace: Tensor, num_splits: int, tokens_per_split: 
         call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
         min(call.max_seq_len, _INT_MAX), call.max_query_len, min(call.window or 0, _INT_MAX),
         num_splits, tokens_per_split, pack_shift(call), count(k_scale), count(v_scale),
+        call.query_part == "short",
         call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
     )  # fmt: skip
 

@@ -81,6 +81,8 @@ class CudaRunner:
 
 def _workspace(call: Call, splits: int) -> Tensor:
     num_tokens, num_heads, head_dim = call.query.shape
+    if call.query_part == "short":  # the rows of the others need none
+        num_tokens = call.seq_lens.shape[0] * call.max_query_len
     size = splits * num_tokens * num_heads * (head_dim + 2)
     return torch.empty(size, dtype=torch.float32, device=call.query.device)
 
