@@ -168,7 +168,7 @@ def test_every_kind_of_number(build: Build, pair: Any) -> None:
         numbers = torch.cat([torch.tensor([math.nan]), numbers])
     numbers = numbers[: len(numbers) // 96 * 96].view(-1, 3, 32).to(pair[0])
     shape = cache_shapes(CacheShape(-(-len(numbers) // 16), 3, 16, 32), pair[1], "NHD")[0]
-    cache, other = torch.zeros(2, *shape, dtype=pair[1])
+    cache, other = torch.zeros(2, *shape).to(pair[1])
     slots = torch.arange(len(numbers))
     judge(build, Write(numbers, numbers, cache, other, slots, "NHD", None, 1.5))
 
