@@ -5,30 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedattn.backends.layouts import CacheShape, packing_factor
-from pagedattn.backends.protocol import KVLayout
+from pagedattn.backends.layouts import packing_factor, read_shape
+from pagedattn.backends.protocol import KVLayout, Write
 
 
-def write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    layout: KVLayout,
-    shape: CacheShape,
-    k_scale: float | Tensor | None,
-    v_scale: float | Tensor | None,
-) -> None:
-    """Write ``[num_tokens, kv_heads, head_dim]`` to int64 `slots`; those out of range are skipped.
+def write(w: Write) -> None:
+    """Write the tokens to their slots.
 
-    At least one token. The caches' views of single tokens, ``[.., kv_heads, head_dim]``, are
-    indexed by (block, offset), whatever the strides.
+    The caches' views of single tokens, ``[.., kv_heads, head_dim]``, are indexed by (block,
+    offset), whatever the strides.
     """
-    key = quantise(key, key_cache.dtype, k_scale)
-    value = quantise(value, value_cache.dtype, v_scale)
+    shape, slots, layout = (
+        read_shape(w.value_cache, w.kv_layout),
+        w.slot_mapping.long(),
+        w.kv_layout,
+    )
+    key = quantise(w.key, w.key_cache.dtype, w.k_scale)
+    value = quantise(w.value, w.value_cache.dtype, w.v_scale)
     if layout == "packed":
-        key = key.unflatten(-1, (-1, packing_factor(key_cache.dtype)))  # [T, kv, D/x, x]
+        key = key.unflatten(-1, (-1, packing_factor(w.key_cache.dtype)))  # [T, kv, D/x, x]
     # Skipping without a synchronisation: a skipped token writes what another token writes to
     # that token's slot, so that equal values meet there.
     slot_count = shape.num_blocks * shape.block_size
@@ -39,8 +34,8 @@ def write(
     block, offset = target // shape.block_size, target % shape.block_size
     any_valid = valid.any()
     for cache, new in (
-        (_by_token(key_cache, layout), key),
-        (_by_token(value_cache, layout), value),
+        (_by_token(w.key_cache, layout), key),
+        (_by_token(w.value_cache, layout), value),
     ):
         old = cache[block, offset]
         # with no valid token at all, slot 0 gets what it already holds

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from pagedattn.backends.facts import Facts
 KVLayout = Literal["packed", "NHD", "HND"]
 KVScales = Literal["none", "float", "tensor", "per_head"]
 KV_SCALES: tuple[KVScales, ...] = get_args(KVScales)
+#: which sequences of a call a backend serves: two of them may share one between them
+QueryPart = Literal["all", "short", "long"]
+#: a sequence is short that has at most so many query tokens in the call
+SHORT_QUERIES = 16
 QUANTISED_KV_DTYPES = frozenset(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -48,6 +52,7 @@ class Problem:
     kv_scales: KVScales = "none"
     return_lse: bool = False
     batch_invariant: bool = False
+    query_part: QueryPart = "all"  # other than "all" only with varlen_query
 
     @property
     def group(self) -> int:
@@ -78,7 +83,7 @@ class Call:
     kv_layout: KVLayout
     scale: float
     max_seq_len: int  # no sequence is longer: the hint or the table's width, whichever is less
-    max_query_len: int  # no sequence has more query tokens in this call
+    max_query_len: int  # no sequence has more query tokens in this call; see query_part
     query_start_loc: Tensor | None = None  # int32 [num_seqs + 1], dense
     window: int | None = None
     softcap: float | None = None
@@ -92,9 +97,34 @@ class Call:
     # synchronise with a device.
     host_seq_lens: list[int] | None = None
     host_query_start: list[int] | None = None
+    # "short": serve the sequences of at most SHORT_QUERIES query tokens, which then is
+    # max_query_len, and the tokens of no sequence. "long": serve the other sequences. The rows of
+    # both results that are not to be served keep what they hold.
+    query_part: QueryPart = "all"
+
+    def serves(self, query_len: int) -> bool:
+        """Whether a sequence of so many query tokens is served."""
+        part = self.query_part
+        return part == "all" or (query_len <= SHORT_QUERIES) == (part == "short")
 
 
 Runner = Callable[[Call], None]
+
+
+class Write(NamedTuple):
+    """One cache write's arguments, validated. Slots out of range are skipped."""
+
+    key: Tensor  # [num_tokens, kv_heads, head_dim], any strides; at least one token
+    value: Tensor
+    key_cache: Tensor  # by kv_layout
+    value_cache: Tensor
+    slot_mapping: Tensor  # int32 or int64 [num_tokens], any stride
+    kv_layout: KVLayout
+    k_scale: float | Tensor | None  # a tensor: 1 or kv_heads elements, on the device
+    v_scale: float | Tensor | None
+
+
+Writer = Callable[[Write], None]
 
 
 @runtime_checkable
@@ -126,6 +156,25 @@ class Backend(Protocol):
 
     def remedy(self, facts: Facts) -> str | None:
         """A line to paste that would make it present, or None if nothing would."""
+        ...
+
+
+@runtime_checkable
+class WritesCache(Protocol):
+    """What a backend that can write the cache too offers beside the members of `Backend`;
+    optional. What it writes is, bit by bit, what `pagedattn.backends.kv_write` does on a CPU."""
+
+    def load_writer(self, problem: Problem) -> Writer:
+        """The function that writes caches of `problem`'s types, sizes and layout.
+
+        It takes what is there already and compiles nothing: a write comes before the attention
+        that would have its backend compiled.
+
+        Raises
+        ------
+        BackendUnavailable
+            If nothing is ready.
+        """
         ...
 
 

@@ -36,18 +36,26 @@ class ReferenceBackend:
 def attend(call: Call) -> None:
     """Write ``call.out`` (any floating dtype, so that a test can have all of fp64) and
     ``call.lse``."""
-    call.out.zero_()
-    if call.lse is not None:
-        call.lse.fill_(-math.inf)
     lengths = call.seq_lens.tolist()
     if call.query_start_loc is None:
         starts = list(range(len(lengths) + 1))
     else:
         starts = call.query_start_loc.tolist()
+    if call.query_part != "long":
+        _write_empty(call, starts[-1], call.query.shape[0])  # tokens of no sequence
     for sequence, length in enumerate(lengths):
         first, end = starts[sequence], starts[sequence + 1]
+        if not call.serves(end - first):
+            continue
+        _write_empty(call, first, end)
         if end > first and length > 0:
             _attend_sequence(call, sequence, length, first, end)
+
+
+def _write_empty(call: Call, first: int, end: int) -> None:
+    call.out[first:end] = 0.0
+    if call.lse is not None:
+        call.lse[first:end] = -math.inf
 
 
 def _attend_sequence(call: Call, sequence: int, length: int, first: int, end: int) -> None:

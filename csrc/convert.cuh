@@ -26,18 +26,53 @@ PA_DEVICE float to_float(unsigned bits) {
   return 256.0f * __half2float(__ushort_as_half(static_cast<unsigned short>(half_bits)));
 }
 
-/// Write one element of the query's type, rounded to nearest even.
-PA_DEVICE void store_output(void* out, int64_t index, float value) {
-  if (QUERY_TYPE == PA_F32) {
-    static_cast<float*>(out)[index] = value;
-  } else if (QUERY_TYPE == PA_F16) {
-    static_cast<unsigned short*>(out)[index] = __half_as_ushort(__float2half_rn(value));
-  } else {
-    unsigned bits = __float_as_uint(value);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    bits = is_nan ? 0x7fff0000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    static_cast<unsigned short*>(out)[index] = static_cast<unsigned short>(bits >> 16);
+/// A magnitude (the bits of a float without its sign, at most the type's largest) rounded to nearest
+/// even in a type with so many bits of mantissa, whose exponents are biased by BIAS.
+template <int MANTISSA, int BIAS>
+PA_DEVICE unsigned narrowed(unsigned bits) {
+  constexpr int DROPPED = 23 - MANTISSA;
+  if (bits < (128u - BIAS) << 23) {  // subnormal there: the last place of this sum is the type's
+    constexpr unsigned anchor = (128u - BIAS + DROPPED) << 23;
+    return __float_as_uint(__uint_as_float(bits) + __uint_as_float(anchor)) - anchor;
   }
+  bits -= (127u - BIAS) << 23;
+  return (bits + (1u << (DROPPED - 1)) - 1u + (bits >> DROPPED & 1u)) >> DROPPED;
+}
+
+/// The bits of `value` in a type: rounded to nearest even, and saturated where it has 8 bits.
+template <int TYPE>
+PA_DEVICE unsigned from_float(float value) {
+  unsigned bits = __float_as_uint(value);
+  if (TYPE == PA_F32) return bits;
+  if (TYPE == PA_F16) return __half_as_ushort(__float2half_rn(value));
+  const unsigned rest = bits & 0x7fffffffu;
+  const bool is_nan = rest > 0x7f800000u;
+  if (TYPE == PA_BF16) {
+    bits = is_nan ? 0x7fff0000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+    return bits >> 16;
+  }
+  if (TYPE == PA_INT8) {
+    const int whole = is_nan ? 0 : static_cast<int>(rintf(fminf(fmaxf(value, -127.0f), 127.0f)));
+    return static_cast<unsigned>(whole) & 0xffu;
+  }
+  const unsigned sign = bits >> 24 & 0x80u;
+  if (is_nan) return sign | 0x7fu;
+  return sign | (TYPE == PA_E4M3 ? narrowed<3, 7>(min(rest, 0x43e00000u))     // 448
+                                 : narrowed<2, 15>(min(rest, 0x47600000u)));  // 57344
+}
+
+/// Write one element of a type at `index` of an array.
+template <int TYPE>
+PA_DEVICE void store_bits(void* to, int64_t index, unsigned bits) {
+  if (size_of_type(TYPE) == 4) static_cast<unsigned*>(to)[index] = bits;
+  else if (size_of_type(TYPE) == 2)
+    static_cast<unsigned short*>(to)[index] = static_cast<unsigned short>(bits);
+  else static_cast<unsigned char*>(to)[index] = static_cast<unsigned char>(bits);
+}
+
+/// Write one element of the query's type.
+PA_DEVICE void store_output(void* out, int64_t index, float value) {
+  store_bits<QUERY_TYPE>(out, index, from_float<QUERY_TYPE>(value));
 }
 
 /// BYTES consecutive bytes of memory as 32-bit words; the address must be a multiple of BYTES.
@@ -62,6 +97,20 @@ struct packed_bytes {
     }
   }
 
+  PA_DEVICE void store(void* address) const {
+    if constexpr (BYTES == 16) {
+      *static_cast<uint4*>(address) = {word[0], word[1], word[2], word[3]};
+    } else if constexpr (BYTES == 8) {
+      *static_cast<uint2*>(address) = {word[0], word[1]};
+    } else if constexpr (BYTES == 4) {
+      *static_cast<unsigned*>(address) = word[0];
+    } else if constexpr (BYTES == 2) {
+      *static_cast<unsigned short*>(address) = static_cast<unsigned short>(word[0]);
+    } else {
+      *static_cast<unsigned char*>(address) = static_cast<unsigned char>(word[0]);
+    }
+  }
+
   PA_DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < (BYTES + 3) / 4; ++i) word[i] = 0u;
@@ -79,12 +128,21 @@ struct stored_vector {
     bytes.load(static_cast<const unsigned char*>(base) + index * SIZE);
   }
 
+  PA_DEVICE void store(void* base, int64_t index) const {
+    bytes.store(static_cast<unsigned char*>(base) + index * SIZE);
+  }
+
   PA_DEVICE void clear() { bytes.clear(); }
 
-  PA_DEVICE float get(int i) const {
+  PA_DEVICE unsigned bits(int i) const {
     const unsigned word = bytes.word[i * SIZE / 4] >> (i * SIZE % 4 * 8);
-    return to_float<TYPE>(SIZE == 4 ? word : SIZE == 2 ? word & 0xffffu : word & 0xffu);
+    return SIZE == 4 ? word : SIZE == 2 ? word & 0xffffu : word & 0xffu;
   }
+
+  /// Element `i`, which must be clear before.
+  PA_DEVICE void set(int i, unsigned bits) { bytes.word[i * SIZE / 4] |= bits << (i * SIZE % 4 * 8); }
+
+  PA_DEVICE float get(int i) const { return to_float<TYPE>(bits(i)); }
 };
 
 }  // namespace pagedattn

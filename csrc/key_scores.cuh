@@ -47,7 +47,7 @@ PA_DEVICE void key_scores(float (&scores)[ROWS][TILE], const float (&query)[ROWS
 #pragma unroll
     for (int u = 0; u < AT_ONCE; ++u) {
       const int v = from + u * KEY_LANES;
-      if (v >= VECTORS) break;
+      if (v >= VECTORS) continue;
 #pragma unroll
       for (int first = 0; first < WIDTH; first += PART) {
         float key[KEYS_PER_THREAD][PART];

@@ -10,12 +10,12 @@ namespace pagedattn {
 
 constexpr int LOGICAL_WARP = 32;
 
-// NVIDIA's masks have 32 bits; where a warp has 64 lanes all of them take part.
-#if defined(__CUDACC__) && !defined(__ILUVATAR__)
-#define PA_ALL_LANES 0xffffffffu
-#else
-#define PA_ALL_LANES (~0ull)
-#endif
+/// The mask of every lane, as wide as the shuffle that it is given to takes it (32 or 64 bits).
+struct all_lanes {
+  template <class Mask>
+  PA_DEVICE operator Mask() const { return ~Mask(0); }
+};
+#define PA_ALL_LANES (pagedattn::all_lanes())
 
 /// The sum over WIDTH neighbouring lanes, in each of them.
 template <int WIDTH>

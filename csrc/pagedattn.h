@@ -21,7 +21,7 @@
 #define PA_E5M2 5
 
 /* Changes with any change of the struct below or of what its members mean. */
-#define PAGEDATTN_ABI_VERSION 1
+#define PAGEDATTN_ABI_VERSION 2
 
 /* One call. Strides are in elements; pointers are to device memory, NULL where a feature is
  * not used. Python mirrors this in backends/cuda/abi.py, member by member. */
@@ -38,7 +38,8 @@ struct pagedattn_params {
   const float *sinks;              /* [num_heads] or NULL */
   const float *k_scale;            /* [k_scale_count] or NULL */
   const float *v_scale;            /* [v_scale_count] or NULL */
-  float *workspace;                /* num_splits * num_tokens * num_heads * (head_dim + 2) */
+  float *workspace;                /* num_splits * num_tokens * num_heads * (head_dim + 2); with
+                                    * skip_longer num_seqs * max_query_len instead of num_tokens */
 
   int64_t query_token_stride;
   int64_t query_head_stride;
@@ -70,6 +71,8 @@ struct pagedattn_params {
   int32_t key_pack_shift;          /* 30 where a key's elements are dense */
   int32_t k_scale_count;           /* 0, 1 or num_kv_heads */
   int32_t v_scale_count;
+  int32_t skip_longer;             /* 1: a sequence of more than max_query_len query tokens is
+                                    * another launch's, and its rows stay as they are */
 
   float scale;
   float softcap;                   /* 0: none */

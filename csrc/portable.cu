@@ -1,31 +1,13 @@
 // The portable kernels' entry: right on warps of 32 and of 64, no PTX, static shared memory.
 //
 // Compiled once for each class of problems (see pagedattn.h). The device is the caller's.
+#include "alignment.cuh"
+#include "cache_write.cuh"
+#include "kernel_launch.cuh"
 #include "portable_merge.cuh"
 
 namespace pagedattn {
 namespace {
-
-enum refusal { NO_SPLITS = -1, TOO_MANY_BLOCKS = -2, BAD_SPLIT_SIZE = -3 };
-
-/// Whether every one of these is a multiple of `size` bytes, an element having `element`.
-template <class... Strides>
-bool aligned(int size, int element, const void* pointer, Strides... strides) {
-  bool fits = reinterpret_cast<uintptr_t>(pointer) % size == 0;
-  for (const int64_t stride : {static_cast<int64_t>(strides)...})
-    fits = fits && stride * element % size == 0;
-  return fits;
-}
-
-template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, pagedattn_params p,
-                   cudaStream_t stream) {
-  void* arguments[] = {&p};
-  return cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(THREADS), arguments, 0,
-                          stream);
-}
-
-constexpr int64_t MOST_BLOCKS = 2147483647;
 
 template <int ROWS, int KEY_WIDTH, class Values>
 int decode(const pagedattn_params& p, cudaStream_t stream) {

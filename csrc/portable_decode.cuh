@@ -13,7 +13,8 @@ namespace pagedattn {
 constexpr int MAX_ROWS = 8;
 
 /// The workspace: weighted Vs [split][token][head][HEAD_DIM], then maxima and sums, each
-/// [split][token][head].
+/// [split][token][head]. Where only short sequences are served, it has room for these alone:
+/// `workspace_shift` leads from a token of the call to one of the workspace.
 struct partial_store {
   float* values;
   attention_partial* states;
@@ -21,7 +22,9 @@ struct partial_store {
   int num_heads;
 
   PA_DEVICE explicit partial_store(const pagedattn_params& p)
-      : values(p.workspace), num_tokens(p.num_tokens), num_heads(p.num_heads) {
+      : values(p.workspace), num_tokens(p.skip_longer ? static_cast<int64_t>(p.num_seqs) * p.max_query_len
+                                 : p.num_tokens),
+        num_heads(p.num_heads) {
     states = reinterpret_cast<attention_partial*>(
         values + p.num_splits * num_tokens * num_heads * HEAD_DIM);
   }
@@ -116,7 +119,8 @@ PA_DEVICE void store_values(const float (&acc)[ROWS][Values::ACCUMULATORS],
     __syncthreads();
     const query_row row(p, span, work.kv_head, work.row_tile * ROWS + r);
     if (row.token < 0) continue;  // the same for the whole block
-    float* values = store.values + store.place(work.split, row.token, row.head) * HEAD_DIM;
+    const int place = row.token + workspace_shift(p, span, work.sequence);
+    float* values = store.values + store.place(work.split, place, row.head) * HEAD_DIM;
     for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
       float sum = 0.0f;
       for (int part = 0; part < Values::PARTS; ++part) sum += shared.parts[part][d];
@@ -231,9 +235,10 @@ __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
     const int r = warp + k * LOGICAL_WARPS;
     state[k].sum = group_sum<LOGICAL_WARP>(state[k].sum);
     const query_row row(p, span, work.kv_head, work.row_tile * ROWS + r);
-    if (r < ROWS && lane == 0 && row.token >= 0)
-      store.states[store.place(work.split, row.token, row.head)] =
-          shared.bad ? poison() : state[k];
+    if (r < ROWS && lane == 0 && row.token >= 0) {
+      const int place = row.token + workspace_shift(p, span, work.sequence);
+      store.states[store.place(work.split, place, row.head)] = shared.bad ? poison() : state[k];
+    }
   }
   store_values(acc, shared, p, span, work);
 }

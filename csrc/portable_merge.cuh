@@ -42,9 +42,11 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(pagedattn_params p) {
   const int sequence = sequence_of(p, token);
   attention_partial state = identity();
   float acc[DIMS_PER_THREAD] = {};
-  int active = 0;
+  int active = 0, shift = 0;
   if (sequence >= 0) {
     const sequence_span span = span_of(p, sequence);
+    if (span.elsewhere) return;  // the whole block
+    shift = workspace_shift(p, span, sequence);
     if (span.refused) state = poison();
     else active = span.active;
   }
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(pagedattn_params p) {
   for (int from = 0; from < active; from += THREADS) {
     const int split = from + threadIdx.x;
     attention_partial mine = identity();
-    if (split < active) mine = store.states[store.place(split, token, head)];
+    if (split < active) mine = store.states[store.place(split, token + shift, head)];
     const float top =
         fmaxf(block_max(mine.max_score, shared.reduce), state.max_score);
     shared.factor[threadIdx.x] = weight_of(mine.max_score, top);
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(pagedattn_params p) {
     for (int i = 0; i < DIMS_PER_THREAD; ++i) acc[i] *= merged.left;
     const int count = min(active - from, THREADS);
     for (int s = 0; s < count; ++s) {
-      const float* values = store.values + store.place(from + s, token, head) * HEAD_DIM;
+      const float* values = store.values + store.place(from + s, token + shift, head) * HEAD_DIM;
       const float factor = shared.factor[s];
 #pragma unroll
       for (int i = 0; i < DIMS_PER_THREAD; ++i) {

@@ -15,6 +15,7 @@ struct sequence_span {
   int query_len;
   int length;       // its keys; 0 where it is not served
   bool refused;     // longer than its table, or beyond a bound that the host gave: NaN
+  bool elsewhere;   // its rows are another launch's
   int first, end;   // the keys [first, end) that some query token sees
   int tile_start;   // `first`, down to a whole tile
   int share;        // tokens of a partition
@@ -27,8 +28,10 @@ PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
   s.query_len = p.query_start_loc ? p.query_start_loc[sequence + 1] - s.first_token : 1;
   const int length = max(p.seq_lens[sequence], 0);
   const int64_t capacity = static_cast<int64_t>(p.max_blocks) * BLOCK_SIZE;
-  s.refused = length > p.max_seq_len || length > capacity || s.query_len > p.max_query_len;
-  s.length = s.refused ? 0 : length;
+  const bool too_many = s.query_len > p.max_query_len;
+  s.elsewhere = too_many && p.skip_longer;
+  s.refused = !s.elsewhere && (length > p.max_seq_len || length > capacity || too_many);
+  s.length = s.refused || s.elsewhere ? 0 : length;
   s.first = 0;
   s.end = s.query_len > 0 ? s.length : 0;
   // behind the window of the first query token lies nothing that any of them sees
@@ -39,6 +42,11 @@ PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
   s.share = max(max(p.tokens_per_split, ceil_div(tiles, p.num_splits) * TILE), TILE);
   s.active = ceil_div(tiles * TILE, s.share);
   return s;
+}
+
+/// From a query token of the sequence to its place in the workspace.
+PA_DEVICE int workspace_shift(const pagedattn_params& p, const sequence_span& s, int sequence) {
+  return p.skip_longer ? sequence * p.max_query_len - s.first_token : 0;
 }
 
 /// The sequence that owns a query token: the last one that starts at or before it; -1: none.

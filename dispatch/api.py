@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedattn import admission, arguments, cache, ops
 from pagedattn.backends import states
-from pagedattn.backends.protocol import KVLayout
+from pagedattn.backends.protocol import KVLayout, Write
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -216,10 +216,18 @@ def write_kv(
     ValueError, TypeError
         For arguments that do not fit, before anything is written. A slot beyond the cache is
         one on a CPU, and on a device with ``PAGEDATTN_CHECK=1``; else it is skipped there.
+    UnknownBackend, DeviceError
+        If ``PAGEDATTN_BACKEND`` or `use_backend` names a backend that nobody registered, or the
+        device was lost.
+
+    Notes
+    -----
+    A backend of the chain that has a compiled write and is ready does it, else plain torch. They
+    write the same, but that torch on a GPU multiplies by the reciprocal of a scale that is a
+    number, which may be one rounding off. A warm call on a GPU does not synchronise and can be
+    captured.
     """
-    given = cache.Writing(
-        key, value, key_cache, value_cache, slot_mapping, kv_layout, k_scale, v_scale
-    )
+    given = Write(key, value, key_cache, value_cache, slot_mapping, kv_layout, k_scale, v_scale)
     if ops.is_compiling():
         ops.traced_write(given)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagedattn import chain
+from pagedattn import chain, writers
 from pagedattn.arguments import (
     check_dtypes,
     check_head_counts,
@@ -35,7 +35,8 @@ def bind(
     backend: str | Sequence[str] | None = None,
     **features: Any,
 ) -> chain.Binding:
-    """Choose, load, compile and verify now what the first call of a class would.
+    """Choose, load, compile and verify now what the first call of a class would, and the first
+    write into its caches.
 
     A server calls it at its start, once for each class of calls that it will make, so that it
     pays and fails there and not in a request.
@@ -89,7 +90,9 @@ def bind(
         kv_layout=kv_layout,
         **features,
     )
-    return chain.binding_for(problem, backend)
+    binding = chain.binding_for(problem, backend)
+    writers.prepare(problem)
+    return binding
 
 
 def _check_features(features: dict[str, Any]) -> None:
@@ -111,7 +114,7 @@ def _check_features(features: dict[str, Any]) -> None:
 
 
 _NAMED = ("device", "dtype", "kv_dtype", "num_heads", "num_kv_heads", "head_dim", "block_size",
-          "kv_layout")  # fmt: skip
+          "kv_layout", "query_part")  # fmt: skip
 
 
 def bind_at_import() -> None:

@@ -1,51 +1,107 @@
-"""Writing new keys and values into a paged cache: validation, and the plain-torch write."""
+"""Writing new keys and values into a paged cache: validation, remembered as that of attention."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagedattn import arguments, contents
-from pagedattn.backends import kv_write
+from pagedattn import arguments, chain, contents, device_loss, request, writers
 from pagedattn.backends.layouts import CacheShape
-from pagedattn.backends.protocol import KVLayout
-from pagedattn.settings import switch
+from pagedattn.backends.protocol import Write, Writer
+from pagedattn.settings import reader, switch
+
+_read_backend = reader("PAGEDATTN_BACKEND")
+_read_check = reader("PAGEDATTN_CHECK")
 
 
-class Writing(NamedTuple):
-    """The arguments of `write_kv`, as given."""
+class Admitted(NamedTuple):
+    """What is remembered of arguments that passed."""
 
-    key: Tensor
-    value: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    slot_mapping: Tensor
-    kv_layout: KVLayout
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
+    writer: Writer
+    slot_count: int
+    on_host: bool  # slots can be read without synchronising
 
 
-def write(w: Writing) -> None:
+# Emptied when full, so that a server whose batch sizes wander cannot grow it for ever.
+_admitted: dict[Any, Admitted] = {}
+_MAX_ADMITTED = 4096
+chain.on_reset(_admitted.clear)
+chain.on_bound(_admitted.clear)  # then another implementation may be ready to write
+
+
+def write(w: Write) -> None:
     """Validate and write; the body of `write_kv`."""
-    shape = _check(w)
-    slots = w.slot_mapping
-    if slots.numel() == 0:
+    spec = request.forced.get()
+    if spec is None:
+        spec = _read_backend()
+    key: tuple[Any, ...] | None
+    try:
+        key = _key(w, spec)
+        admitted = _admitted.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
+        key, admitted = None, None
+    if admitted is None:
+        admitted = _admit(w)
+        if key is not None:
+            if len(_admitted) >= _MAX_ADMITTED:
+                _admitted.clear()
+            _admitted[key] = admitted
+    if w.slot_mapping.shape[0] == 0:
         return
-    if slots.device.type == "cpu" or switch("PAGEDATTN_CHECK"):
-        contents.check_slots(slots, shape.num_blocks * shape.block_size)
+    if admitted.on_host or (_read_check() and switch("PAGEDATTN_CHECK")):
+        contents.check_slots(w.slot_mapping, admitted.slot_count)
+    if device_loss.lost:
+        device_loss.refuse_if_lost(str(w.key.device))
+    try:
+        _run(admitted.writer, w)
+    except RuntimeError as error:
+        device_loss.raise_if_sticky(error, "the cache write", str(w.key.device))
+        raise
+
+
+def _run(writer: Writer, w: Write) -> None:
     # caches that were made in inference mode can be written in no other, and serve after it
     made_there = w.key_cache.is_inference() or w.value_cache.is_inference()
-    with torch.inference_mode() if made_there else contextlib.nullcontext():
-        kv_write.write(
-            w.key, w.value, w.key_cache, w.value_cache, slots.long(), w.kv_layout, shape,
-            w.k_scale, w.v_scale,
-        )  # fmt: skip
+    if made_there and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            writer(w)
+    else:
+        writer(w)
 
 
-def _check(w: Writing) -> CacheShape:
+def _key(w: Write, spec: str | tuple[str, ...] | None) -> tuple[Any, ...]:
+    """All that validation looks at, and the backend asked for."""
+    k, v, k_cache, v_cache, slots, layout, k_scale, v_scale = w
+    return (
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, k_cache.requires_grad,
+        v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, v_cache.requires_grad,
+        slots.shape, slots.stride(), slots.dtype, slots.device, layout, torch.is_grad_enabled(),
+        _scale_key(k_scale), _scale_key(v_scale), spec,
+    )  # fmt: skip
+
+
+def _scale_key(scale: float | Tensor | None) -> Any:
+    if isinstance(scale, Tensor):
+        return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
+    return scale, scale.__class__  # 1, 1.0 and True are one key, but not one argument
+
+
+def _admit(w: Write) -> Admitted:
+    """Check everything that shapes and types tell, and choose what writes."""
+    shape = _check(w)
+    problem = arguments.describe(
+        w.key, w.key_cache, shape, w.kv_layout,
+        kv_scales=arguments.kind_of_scales(w.k_scale, w.v_scale),
+    )  # fmt: skip
+    slot_count = shape.num_blocks * shape.block_size
+    return Admitted(writers.writer_for(problem), slot_count, w.key.device.type == "cpu")
+
+
+def _check(w: Write) -> CacheShape:
     tensors = {"key": w.key, "value": w.value, "key_cache": w.key_cache,
                "value_cache": w.value_cache, "slot_mapping": w.slot_mapping}  # fmt: skip
     for name, value in tensors.items():

@@ -22,7 +22,8 @@ from pagedattn.backends.errors import (
     VerificationError,
 )
 from pagedattn.backends.facts import Facts
-from pagedattn.backends.protocol import Call, Problem, Runner
+from pagedattn.backends.protocol import Call, Problem, QueryPart, Runner
+from pagedattn.composition import Composed
 from pagedattn.probe import facts as probe_facts
 from pagedattn.request import Request
 from pagedattn.wording import describe
@@ -40,6 +41,7 @@ class Candidate:
     loadable: bool | None = None
     verified: bool | None = None
     selected: bool = False
+    query_part: QueryPart = "all"  # which sequences of a call it was tried for
     reasons: tuple[str, ...] = ()  # why it was not selected
     remedy: str | None = None
     error: PagedAttnError | None = field(default=None, compare=False, repr=False)
@@ -50,11 +52,16 @@ class Binding:
     """The record of one resolution, and the function it ended in."""
 
     problem: Problem
-    backend: str
+    backend: str  # two share a call: both names, joined by "+"
     requested: tuple[str, ...] | None  # None: the automatic chain
     candidates: tuple[Candidate, ...]
     runner: Runner = field(repr=False)
     calls: int = 0  # threads that share a binding may miscount by a few
+
+    @property
+    def parts(self) -> dict[QueryPart, str]:
+        """Which backend serves which sequences of a call."""
+        return {c.query_part: c.name for c in self.candidates if c.selected}
 
     def run(self, call: Call) -> None:
         """Run one call.
@@ -82,6 +89,7 @@ _bindings: dict[tuple[Problem, tuple[str, ...] | None], Binding] = {}
 # again by this process: the first message is the useful one.
 _failures: dict[tuple[str, Problem], Candidate] = {}
 _resets: list[Callable[[], None]] = []
+_bound: list[Callable[[], None]] = []
 _told: set[tuple[str, str]] = set()  # (device, backend) of fallbacks already logged
 # One lock a device: a first call waits for another on its own device and for nothing else. A
 # warm call takes none.
@@ -91,6 +99,11 @@ _locks: dict[str, threading.Lock] = {}
 def on_reset(callback: Callable[[], None]) -> None:
     """Call `callback` whenever bindings are dropped."""
     _resets.append(callback)
+
+
+def on_bound(callback: Callable[[], None]) -> None:
+    """Call `callback` after each new binding: a backend may have become ready for more by it."""
+    _bound.append(callback)
 
 
 def reset() -> None:
@@ -133,6 +146,8 @@ def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -
             if binding is None:
                 device_loss.refuse_if_lost(problem.device)  # maybe by whom we waited for
                 binding = _bindings[key] = resolve(problem, request, probe_facts())
+                for callback in _bound:
+                    callback()
     return binding
 
 
@@ -141,19 +156,38 @@ def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
     names = request.names or policy.order(facts.vendor, problem.device_type)
     candidates: list[Candidate] = []
     runner: Runner | None = None
-    selected = ""
-    for name in names:
-        if runner is not None:
-            candidates.append(examine(name, problem, facts))
-            continue
-        candidate, runner = attempt(name, problem, facts)
-        candidates.append(candidate)
-        if runner is not None:
-            selected = name
-            _tell(problem, request, candidates[:-1], selected)
+    while runner is None and len(candidates) < len(names):
+        name, *others = names[len(candidates) :]
+        tried: list[Candidate] = []
+        if name in policy.SHORT_FIRST and problem.varlen_query and problem.query_part == "all":
+            tried, runner = _compose(name, others, problem, facts)
+        if not tried:
+            candidate, runner = attempt(name, problem, facts)
+            tried = [candidate]
+        candidates += tried
     if runner is None:
         raise unavailable(problem, request, facts, candidates)
+    selected = "+".join(c.name for c in candidates if c.selected)
+    _tell(problem, request, [c for c in candidates if not c.selected], selected)
+    candidates += [examine(name, problem, facts) for name in names[len(candidates) :]]
     return Binding(problem, selected, request.names, tuple(candidates), runner)
+
+
+def _compose(
+    name: str, others: Sequence[str], problem: Problem, facts: Facts
+) -> tuple[list[Candidate], Runner | None]:
+    """Bind `name` to the short sequences of the calls, and the first of `others` that can to the
+    long ones. Nothing was tried in the end where none of them can."""
+    candidate, short = attempt(name, replace(problem, query_part="short"), facts)
+    tried = [replace(candidate, query_part="short")]
+    if short is None:
+        return tried, None
+    for other in others:
+        candidate, long = attempt(other, replace(problem, query_part="long"), facts)
+        tried.append(replace(candidate, query_part="long"))
+        if long is not None:
+            return tried, Composed(short, long)
+    return [], None
 
 
 def examine(name: str, problem: Problem, facts: Facts) -> Candidate:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from pagedattn.backends.layouts import from_hnd
-from pagedattn.backends.protocol import Call, Problem
+from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 
+#: what the results of a part hold beforehand: it must stay in the rows of the other part
+UNTOUCHED = 7.0
 _PADS = (-1, 2**31 - 1)
 
 
@@ -30,34 +32,45 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     generator = torch.Generator("cpu").manual_seed(seed)
     bs = problem.block_size
     lengths = [1, 0, bs + 1, 2 * bs, max(3 * bs + 2, 301), bs + 2]
-    queries = [1, 2, 3, 5, 1, 2] if problem.varlen_query else [1] * len(lengths)
+    queries = _queries(problem) if problem.varlen_query else [1] * len(lengths)
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     tables, num_blocks = _tables(lengths, bs, generator)
     keys, values = _caches(problem, lengths, tables, num_blocks, generator)
-    tables[-1, 1] = num_blocks  # the corrupt one
+    # the corrupt one; of many query tokens the first ones see the first block alone
+    tables[-1, 0 if problem.query_part == "long" else 1] = num_blocks
     padding = 1 if problem.varlen_query else 0  # a token that belongs to no sequence
     query = 2 * _normal((starts[-1] + padding, problem.num_heads, problem.head_dim), generator)
     on_host = problem.device_type == "cpu"
+    held = math.nan if problem.query_part == "all" else UNTOUCHED
     call = Call(
         query=query.to(problem.dtype),
         key_cache=keys,
         value_cache=values,
         block_tables=tables,
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
-        out=torch.full_like(query, math.nan, dtype=problem.dtype),
-        lse=torch.full_like(query[..., 0], math.nan) if problem.return_lse else None,
+        out=torch.full_like(query, held, dtype=problem.dtype),
+        lse=torch.full_like(query[..., 0], held) if problem.return_lse else None,
         kv_layout=problem.kv_layout,
         scale=problem.head_dim**-0.5,
         max_seq_len=tables.shape[1] * bs,
-        max_query_len=max(queries),
+        max_query_len=SHORT_QUERIES if problem.query_part == "short" else max(queries),
         batch_invariant=problem.batch_invariant,
         host_seq_lens=lengths if on_host else None,
+        query_part=problem.query_part,
         **_features(problem, generator),
     )
     if problem.varlen_query:
         call.query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cpu")
         call.host_query_start = starts if on_host else None
     return on_device(call, problem.device)
+
+
+def _queries(problem: Problem) -> list[int]:
+    """Query tokens of each sequence; where long ones are another's, or these alone are asked for,
+    there are both, and some of both sides' last."""
+    if problem.query_part == "all":
+        return [1, 2, 3, 5, 1, 2]
+    return [1, SHORT_QUERIES, SHORT_QUERIES + 1, 5, 40, 2 if problem.query_part == "short" else 18]
 
 
 def on_device(call: Call, device: str | torch.device) -> Call:

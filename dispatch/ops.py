@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import admission, cache
+from pagedattn.backends.protocol import Write
 
 is_compiling: Callable[[], bool] = (
     getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
@@ -49,7 +50,7 @@ def traced_attention(a: admission.Arguments) -> Tensor | tuple[Tensor, Tensor]:
     return out if lse is None else (out, lse)
 
 
-def traced_write(w: cache.Writing) -> None:
+def traced_write(w: Write) -> None:
     """`write_kv` as it appears in a traced graph."""
     k_scale, k_scales = _split(w.k_scale)
     v_scale, v_scales = _split(w.v_scale)
@@ -88,7 +89,7 @@ def _write(
     kv_layout: Any, k_scale: float | None, k_scales: Tensor | None, v_scale: float | None,
     v_scales: Tensor | None,
 ) -> None:  # fmt: skip
-    given = cache.Writing(
+    given = Write(
         key, value, key_cache, value_cache, slot_mapping, kv_layout,
         k_scales if k_scale is None else k_scale, v_scales if v_scale is None else v_scale,
     )  # fmt: skip

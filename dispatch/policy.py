@@ -34,6 +34,11 @@ ORDER: dict[Vendor, tuple[Entry, ...]] = {
 }
 
 
+#: made for few query tokens of a sequence: the other sequences of a call go to the next backend of
+#: the chain that takes them
+SHORT_FIRST = {"cuda": "its kernels take a few rows at a time, which a long prefill pays for"}
+
+
 def order(vendor: Vendor, device_type: str) -> tuple[str, ...]:
     """Backend names in the order in which the automatic chain tries them."""
     return tuple(entry.name for entry in ORDER["cpu" if device_type == "cpu" else vendor])

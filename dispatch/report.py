@@ -166,6 +166,7 @@ def _bound(binding: chain.Binding) -> dict[str, Any]:
     return {
         "backend": binding.backend,
         "requested": list(binding.requested) if binding.requested else "auto",
+        "parts": {part: name for part, name in binding.parts.items() if part != "all"},
         "calls": binding.calls,
         "described": f"{binding.problem.device}, {describe(binding.problem)}",
         "problem": _plain(binding.problem),

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pagedattn.backends.protocol import SHORT_QUERIES
 from pagedattn.console import make_console, print_field, print_text
 
 STATES = ("present", "loadable", "verified", "selected")
@@ -125,4 +126,7 @@ def _show_chain(chain: dict[str, Any], console: Console) -> None:
     for bound in chain["bindings"]:
         calls = f"{bound['calls']} call{'' if bound['calls'] == 1 else 's'}"
         text = f"{bound['backend']} ({calls}): {bound['described']}"
+        if bound["parts"]:
+            short, long = bound["parts"]["short"], bound["parts"]["long"]
+            text += f"; {short} up to {SHORT_QUERIES} query tokens of a sequence, {long} beyond"
         print_field(console, "bound", text, indent=_INDENT)

@@ -7,12 +7,13 @@ a launch can hang the card the run is in a child process with a deadline.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from pagedattn import device_loss, hard_problems, registry, verdicts, verify_child
+from pagedattn import device_loss, hard_problems, hard_writes, registry, verdicts, verify_child
 from pagedattn.backends.errors import DeviceError, VerificationError
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Backend, Call, Problem, Runner
@@ -40,8 +41,25 @@ def is_off() -> bool:
     return choice("PAGEDATTN_VERIFY") == "off"
 
 
-def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
-    """The backend's runner, once it is known to be right on this device.
+class Task(NamedTuple):
+    """What is to be proved of a backend: how to load it, and how to judge what was loaded."""
+
+    name: str  # by which a child process finds it
+    load: Callable[[Any, Problem], Any]
+    judge: Callable[[Any, Problem], Verdict]
+
+
+ATTEND = Task("attend", lambda backend, p: backend.load(p), lambda runner, p: judge(runner, p))
+WRITE = Task(
+    "write",
+    lambda backend, p: backend.load_writer(p),
+    lambda writer, p: Verdict(*hard_writes.judge(writer, p)),
+)
+TASKS = {task.name: task for task in (ATTEND, WRITE)}
+
+
+def load_and_verify(backend: Backend, problem: Problem, facts: Facts, task: Task = ATTEND) -> Any:
+    """What `task` loads of the backend, once it is known to be right on this device.
 
     Raises
     ------
@@ -53,24 +71,31 @@ def load_and_verify(backend: Backend, problem: Problem, facts: Facts) -> Runner:
         If it hung, so that the device must not be touched again, or lost the device.
     """
     if is_off():
-        return backend.load(problem)
+        return task.load(backend, problem)
     mark = verdicts.fingerprint(backend, problem, facts)
+    if task is not ATTEND:
+        mark["task"] = task.name
     kept = verdicts.read(mark)
     if kept is not None and kept["outcome"] != "ok":
         raise VerificationError(
             f"{kept['detail']} (verdict of {kept['when']}; `pagedattn verify --again` tries again)",
             kept,
         )
-    runner = backend.load(problem)
+    loaded = task.load(backend, problem)
     if kept is None:
-        verdict = prove(backend, runner, problem, facts, mark)
+        verdict = prove(backend, loaded, problem, facts, mark, task)
         if verdict.outcome != "ok":
             raise VerificationError(verdict.detail, mark)
-    return runner
+    return loaded
 
 
 def prove(
-    backend: Backend, runner: Runner, problem: Problem, facts: Facts, mark: dict[str, Any]
+    backend: Backend,
+    loaded: Any,
+    problem: Problem,
+    facts: Facts,
+    mark: dict[str, Any],
+    task: Task = ATTEND,
 ) -> Verdict:
     """Judge a backend where it is safe to, and keep the verdict under the fingerprint `mark`.
 
@@ -80,9 +105,9 @@ def prove(
         If it hung on a device, or lost it.
     """
     if facts.vendor == "corex" or choice("PAGEDATTN_VERIFY") == "child":
-        verdict = Verdict(*verify_child.run(backend, problem))
+        verdict = Verdict(*verify_child.run(backend, problem, task.name))
     else:
-        verdict = _judge_here(backend, runner, problem)
+        verdict = _judge_here(backend, loaded, problem, task)
     outcome, detail = verdict[:2]
     hung = outcome == "timeout" and problem.device_type != "cpu"
     # What may have a passing cause (a full card, a busy host) is not held against it for good.
@@ -93,9 +118,9 @@ def prove(
     return verdict
 
 
-def _judge_here(backend: Backend, runner: Runner, problem: Problem) -> Verdict:
+def _judge_here(backend: Backend, loaded: Any, problem: Problem, task: Task) -> Verdict:
     try:
-        return judge(runner, problem)
+        return task.judge(loaded, problem)
     except DeviceError:
         raise
     except Exception as error:  # a backend may raise anything; what it raised is the verdict
@@ -123,8 +148,10 @@ def oracle(call: Call, problem: Problem) -> Call:
     exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     truth = replace(
         call,
-        out=torch.empty(call.out.shape, **exact),
-        lse=None if call.lse is None else torch.empty(call.lse.shape, **exact),
+        out=torch.full(call.out.shape, hard_problems.UNTOUCHED, **exact),
+        lse=None
+        if call.lse is None
+        else torch.full(call.lse.shape, hard_problems.UNTOUCHED, **exact),
     )
     registry.get("reference").load(problem)(truth)
     return truth

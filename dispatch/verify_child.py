@@ -25,15 +25,19 @@ from pagedattn.backends.protocol import Backend, Problem
 DEADLINE_S = 120.0
 
 
-def run(backend: Backend, problem: Problem) -> Sequence[Any]:
+def run(backend: Backend, problem: Problem, task: str = "attend") -> Sequence[Any]:
     """Judge `backend` in a child; returns the fields of a `pagedattn.verify.Verdict`.
+
+    Parameters
+    ----------
+    task : of `pagedattn.verify.TASKS`
 
     Raises
     ------
     VerificationError
         If the backend cannot be sent to another process.
     """
-    payload = _payload(backend, problem)
+    payload = _payload(backend, problem, task)
     with tempfile.TemporaryDirectory(prefix="pagedattn-") as folder:
         result = Path(folder) / "verdict.json"
         log = Path(folder) / "log"
@@ -55,13 +59,13 @@ def run(backend: Backend, problem: Problem) -> Sequence[Any]:
         return _outcome(backend, child.returncode, result, log)
 
 
-def _payload(backend: Backend, problem: Problem) -> bytes:
+def _payload(backend: Backend, problem: Problem, task: str) -> bytes:
     """`sys.path`, and what it takes that path to unpickle."""
     name = type(backend).__module__
     try:
         if name == "__main__":
             raise TypeError("its class is defined in the script that is running")
-        return pickle.dumps((sys.path, pickle.dumps((backend, problem))))
+        return pickle.dumps((sys.path, pickle.dumps((backend, problem, task))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise VerificationError(
             f"{backend.name} cannot be sent to the child process that proves it ({error}); "
@@ -84,8 +88,9 @@ def answer(inner: bytes, result: str) -> None:
     from pagedattn import verify
 
     try:
-        backend, problem = pickle.loads(inner)
-        verdict = verify.judge(backend.load(problem), problem)
+        backend, problem, name = pickle.loads(inner)
+        task = verify.TASKS[name]
+        verdict = task.judge(task.load(backend, problem), problem)
     except Exception as error:  # whatever it is, it is the verdict
         detail = f"it failed in its proof: {type(error).__name__}: {error}"
         verdict = verify.Verdict("error", detail)

@@ -16,5 +16,7 @@ def describe(p: Problem) -> str:
     types = dtype if dtype == kv_dtype else f"{dtype} over {kv_dtype}"
     scales = [] if p.kv_scales == "none" else [f"{p.kv_scales} scales".replace("_", "-")]
     features = [name for name in _FEATURES if getattr(p, name)]
+    if p.query_part != "all":
+        features.append(f"the {p.query_part} sequences of a call")
     sizes = f"{p.num_heads}/{p.num_kv_heads}/{p.head_dim}"
     return ", ".join([types, p.kv_layout, sizes, f"blocks of {p.block_size}", *scales, *features])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -19,12 +20,13 @@ from _build_fixtures import tree_template as tree_template
 from _fake_corex import CudaOnCpu, EmulatedCuda, compiled, emulate, facts_of, set_mode
 from _platforms import bi_v100, cpu_only, nvidia, nvidia_without_nvcc
 
-from pagedattn import chain, register_backend, verify, verify_child
+from pagedattn import chain, policy, register_backend, verify, verify_child
 from pagedattn.backends.cuda import binary_cache, source
 from pagedattn.backends.cuda.backend import CudaBackend
 from pagedattn.backends.errors import BackendUnavailable, BuildError, VerificationError
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Buildable, BuildOptions
+from pagedattn.hard_problems import make_call
 from pagedattn.probe import probe
 from pagedattn.request import Request
 
@@ -178,7 +180,7 @@ def test_damaged_binary_says_what_to_delete(facts: Facts, sources: Path) -> None
         ({"block_size": 12}, "block_size is 12"),
         ({"device": "cpu"}, "the tensors are on a CPU"),
         ({"kv_dtype": torch.float16}, "a cache of fp16"),
-        ({"varlen_query": True}, "it is made for decode"),
+        ({"varlen_query": True, "query_part": "long"}, "it is made for decode"),
     ],
 )
 def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
@@ -189,6 +191,8 @@ def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
 
 def test_what_it_can_do() -> None:
     problem = small_problem(device="cuda:0", kv_dtype=torch.int8, alibi=True, sinks=True)
+    assert CudaBackend().not_supported_reasons(problem) == []
+    problem = replace(problem, varlen_query=True, query_part="short")
     assert CudaBackend().not_supported_reasons(problem) == []
 
 
@@ -246,3 +250,23 @@ def test_the_whole_road_with_the_real_kernels(
     assert binding.backend == "emulatedcuda", binding.candidates
     assert binding.candidates[0].verified
     assert compiled(tree) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_long_sequences_go_to_torch_in_the_same_call(
+    facts: Facts, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "entry", lambda: source.folder() / source.ENTRY)
+    monkeypatch.setitem(policy.SHORT_FIRST, EmulatedCuda.name, "a test")
+    emulate(tree)
+    register_backend(EmulatedCuda())
+    problem = small_problem(varlen_query=True, return_lse=True)
+    binding = chain.resolve(problem, Request(("emulatedcuda", "torch"), "a test"), facts)
+    assert binding.parts == {"short": "emulatedcuda", "long": "torch"}, binding.candidates
+    both = replace(make_call(replace(problem, query_part="long")), query_part="all")
+    both.out.fill_(math.nan)
+    binding.run(both)
+    both.query_part = "all"
+    error, lse_error = verify.errors(both, verify.oracle(both, problem))
+    assert error <= 1e-5
+    assert lse_error <= 1e-4

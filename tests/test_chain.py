@@ -231,7 +231,7 @@ def test_corex_ends_on_torch_with_triton_refused_and_proofs_in_a_child(
     monkeypatch.setitem(registry._instances, "torch", FakeBackend("torch"))
     proved: list[str] = []
 
-    def child(backend: Any, problem: Any) -> list[str]:
+    def child(backend: Any, problem: Any, task: str) -> list[str]:
         proved.append(backend.name)
         return ["ok", ""]
 

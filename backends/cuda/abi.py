@@ -10,9 +10,9 @@ import ctypes
 
 from torch import Tensor
 
-from pagedattn.backends.protocol import Call
+from pagedattn.backends.protocol import Call, Write
 
-_VERSION = 1  # PAGEDATTN_ABI_VERSION
+_VERSION = 2  # PAGEDATTN_ABI_VERSION
 _DENSE = 30  # key_pack_shift where a key's elements lie side by side
 _INT_MAX = 2**31 - 1
 
@@ -29,7 +29,7 @@ _STRIDES = (
 _COUNTS = (
     "num_seqs", "num_tokens", "num_heads", "num_kv_heads", "max_blocks", "max_seq_len",
     "max_query_len", "window", "num_splits", "tokens_per_split", "key_pack_shift",
-    "k_scale_count", "v_scale_count",
+    "k_scale_count", "v_scale_count", "skip_longer",
 )  # fmt: skip
 _NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
 
@@ -63,27 +63,29 @@ def params_of(call: Call, workspace: Tensor, num_splits: int, tokens_per_split: 
     Parameters
     ----------
     workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
+        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens.
     num_splits : partitions of the keys that the grid holds
     tokens_per_split : size of a partition, a multiple of 64; 0 lets the kernel choose
     """
     num_tokens, num_heads, _ = call.query.shape
     k_scale, v_scale = call.k_scale, call.v_scale
     return Params(
-        _address(call.query), _address(call.key_cache), _address(call.value_cache),
-        _address(call.block_tables), _address(call.seq_lens), _address(call.query_start_loc),
-        _address(call.out), _address(call.lse), _address(call.alibi_slopes),
-        _address(call.sinks), _address(k_scale), _address(v_scale), _address(workspace),
+        address(call.query), address(call.key_cache), address(call.value_cache),
+        address(call.block_tables), address(call.seq_lens), address(call.query_start_loc),
+        address(call.out), address(call.lse), address(call.alibi_slopes),
+        address(call.sinks), address(k_scale), address(v_scale), address(workspace),
         *call.query.stride()[:2], *call.out.stride()[:2], call.block_tables.stride(0),
-        *_cache_strides(call), call.key_cache.shape[0],
+        *cache_strides(call), call.key_cache.shape[0],
         call.seq_lens.shape[0], num_tokens, num_heads,
         call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
         min(call.max_seq_len, _INT_MAX), call.max_query_len, min(call.window or 0, _INT_MAX),
-        num_splits, tokens_per_split, _pack_shift(call), _count(k_scale), _count(v_scale),
+        num_splits, tokens_per_split, pack_shift(call), count(k_scale), count(v_scale),
+        call.query_part == "short",
         call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
     )  # fmt: skip
 
 
-def _cache_strides(call: Call) -> tuple[int, ...]:
+def cache_strides(call: Call | Write) -> tuple[int, ...]:
     """Block, head, token and chunk of the keys, then block, head, token and dim of the values."""
     k, v = call.key_cache.stride(), call.value_cache.stride()
     if call.kv_layout == "packed":
@@ -92,17 +94,20 @@ def _cache_strides(call: Call) -> tuple[int, ...]:
     return (k[0], k[head], k[token], 0, v[0], v[head], v[token], v[3])
 
 
-def _pack_shift(call: Call) -> int:
+def pack_shift(call: Call | Write) -> int:
+    """The logarithm of how many elements of a key lie side by side."""
     if call.kv_layout != "packed":
         return _DENSE
     return int(call.key_cache.shape[-1]).bit_length() - 1
 
 
-def _address(value: float | Tensor | None) -> int | None:
+def address(value: float | Tensor | None) -> int | None:
+    """Where a tensor's first element is; None for anything else."""
     return value.data_ptr() if isinstance(value, Tensor) else None
 
 
-def _count(scale: float | Tensor | None) -> int:
+def count(scale: float | Tensor | None) -> int:
+    """Elements of a scale that is a tensor, else 0."""
     return scale.numel() if isinstance(scale, Tensor) else 0
 
 

@@ -18,7 +18,7 @@ from pagedattn.backends.cuda.toolchain import Toolchain
 from pagedattn.backends.errors import BackendUnavailable, BuildError
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.platform_rules import device_of
-from pagedattn.backends.protocol import BuildJob, BuildOptions, Built, Problem, Runner
+from pagedattn.backends.protocol import BuildJob, BuildOptions, Built, Problem, Runner, Writer
 
 log = logging.getLogger("pagedattn")
 
@@ -56,10 +56,8 @@ class CudaBackend:
         reasons = unsupported_reasons(spec_of(problem))
         if problem.device_type != "cuda":
             reasons.append(f"the tensors are on a {problem.device_type.upper()}")
-        if problem.varlen_query:
-            reasons.append(
-                "it is made for decode: no query_start_loc, which may hold long prefills"
-            )
+        if problem.query_part == "long":
+            reasons.append("it is made for decode: it takes a few query tokens at a time")
         return reasons
 
     def remedy(self, facts: Facts) -> str | None:
@@ -73,6 +71,19 @@ class CudaBackend:
         check(spec)
         arch = self._arch(facts, problem)
         return self._runner(_library(self._binary(facts, spec, arch), self._abi()), problem)
+
+    def load_writer(self, problem: Problem) -> Writer:
+        """A write serves any sizes, so that any library of the right types has it."""
+        from pagedattn.backends.cuda.write import CudaWriter
+
+        facts, spec = self._known_facts(), spec_of(problem)
+        arch = self._arch(facts, problem)
+        kept = binary_cache.find_types(spec, source.content_hash(), self._abi(), arch)
+        if kept is None:
+            raise BackendUnavailable(
+                f"no library is built for {spec.kv_dtype} caches under {spec.dtype} on {arch}"
+            )
+        return CudaWriter(_library(kept, self._abi()), problem.device)
 
     def build_jobs(self, facts: Facts, options: BuildOptions) -> dict[str, BuildJob]:
         specs = _specs(options)

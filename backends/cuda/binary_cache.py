@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,10 @@ class Binary:
         """What it was compiled for."""
         return Spec(**self.made_of["spec"])
 
-    def serves(self, spec: Spec, source: str, abi: int, arch: str) -> bool:
-        """Whether it is what these sources give for `spec` on `arch`, whoever compiled it."""
+    def made_for(self, source: str, abi: int, arch: str) -> bool:
+        """Whether these sources give it on `arch`, whoever compiled it."""
         made = self.made_of
-        return self.spec == spec and (made["source"], made["abi"], made["arch"]) == (
-            source,
-            abi,
-            arch,
-        )
+        return (made["source"], made["abi"], made["arch"]) == (source, abi, arch)
 
 
 def folder() -> Path:
@@ -113,7 +109,17 @@ def listing() -> list[Binary]:
 def find(spec: Spec, source: str, abi: int, arch: str) -> Binary | None:
     """The newest binary that serves, by whichever compiler: where none is installed, as in an
     image that was built elsewhere, the exact key cannot be known."""
-    found = [b for b in listing() if b.serves(spec, source, abi, arch)]
+    return _newest(b for b in listing() if b.spec == spec and b.made_for(source, abi, arch))
+
+
+def find_types(spec: Spec, source: str, abi: int, arch: str) -> Binary | None:
+    """The newest binary of the types of `spec`, whatever its sizes."""
+    found = (b for b in listing() if b.made_for(source, abi, arch))
+    types = (spec.dtype, spec.kv_dtype)
+    return _newest(b for b in found if (b.spec.dtype, b.spec.kv_dtype) == types)
+
+
+def _newest(found: Iterable[Binary]) -> Binary | None:
     return max(found, key=lambda binary: binary.when, default=None)
 
 

@@ -58,7 +58,7 @@ class CudaRunner:
         # of this call alone: the allocator keeps streams apart
         workspace = _workspace(call, splits.number)
         params = params_of(call, workspace, splits.number, splits.tokens)
-        code = self._library.pagedattn_run(params, _stream(self._device))
+        code = self._library.pagedattn_run(params, current_stream(self._device))
         if code:
             words = (self._library.pagedattn_error(code) or b"").decode(errors="replace")
             raise RuntimeError(f"CUDA error: {words} (code {code})")
@@ -81,11 +81,14 @@ class CudaRunner:
 
 def _workspace(call: Call, splits: int) -> Tensor:
     num_tokens, num_heads, head_dim = call.query.shape
+    if call.query_part == "short":  # the rows of the others need none
+        num_tokens = call.seq_lens.shape[0] * call.max_query_len
     size = splits * num_tokens * num_heads * (head_dim + 2)
     return torch.empty(size, dtype=torch.float32, device=call.query.device)
 
 
-def _stream(device: int | None) -> int | None:
+def current_stream(device: int | None) -> int | None:
+    """torch's stream on a CUDA device; None for the CPU, where the emulation needs none."""
     if device is None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)

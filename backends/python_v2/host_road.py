@@ -33,11 +33,14 @@ def run_with_host_lengths(call: Call, lengths: list[int]) -> None:
     starts = call.host_query_start
     if starts is None:
         starts = list(range(len(lengths) + 1))
-    _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
+    if call.query_part != "long":
+        _fill(call, slice(starts[-1], None), 0.0, -torch.inf)
     bad = _cannot_be_read(call, shape, lengths)
     parts: list[Part] = []
     for sequence, length in enumerate(lengths):
         tokens = slice(starts[sequence], starts[sequence + 1])
+        if not call.serves(tokens.stop - tokens.start):
+            continue
         if bad[sequence]:
             _fill(call, tokens, torch.nan, torch.nan)
             continue

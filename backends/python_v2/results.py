@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedattn.backends.protocol import Call
 from pagedattn.backends.python_v2.sinks import add_sinks
-from pagedattn.backends.python_v2.tiles import Tiles
+from pagedattn.backends.python_v2.tiles import Tiles, served
 
 
 class Results:
@@ -15,7 +15,8 @@ class Results:
 
     Where tiles can hold rows that do not exist, these are written to one row more than the
     call has tokens, and a token that no tile holds keeps what it was given at the start: NaN if
-    it is some sequence's (which then has more than the call says), else zeros and −inf.
+    it is some sequence's (which then has more than the call says), else zeros and −inf. If it is
+    not this backend's to serve, that is what the call's results held.
     """
 
     def __init__(self, call: Call) -> None:
@@ -32,6 +33,20 @@ class Results:
             if call.lse is not None:
                 self._lse = call.lse.new_full((rows + 1, heads), -torch.inf)
                 self._lse.masked_fill_(owned[:, None], torch.nan)
+            if call.query_part != "all":
+                self._keep_others(call, starts, token[:-1])
+
+    def _keep_others(self, call: Call, starts: Tensor, token: Tensor) -> None:
+        num_seqs = starts.shape[0] - 1
+        # of no sequence: one more, which is the short part's
+        mine = torch.nn.functional.pad(served(call, starts), (0, 1), value=False)
+        mine[-1] = call.query_part == "short"
+        sequence = torch.searchsorted(starts[1:], token.to(starts.dtype), right=True)
+        others = ~mine[sequence.clamp(max=num_seqs)]
+        for results, held in ((self._out, call.out), (self._lse, call.lse)):
+            if results is not None and held is not None:
+                mask = others.view(-1, *[1] * (held.dim() - 1))
+                results[:-1] = torch.where(mask, held, results[:-1])
 
     def write(self, tiles: Tiles, out: Tensor, lse: Tensor, bad: Tensor) -> None:
         """Add the sinks and write the rows of some tiles.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.backends.layouts import CacheShape
-from pagedattn.backends.protocol import Call
+from pagedattn.backends.protocol import SHORT_QUERIES, Call
 
 # query tokens a tile: what shares one gather of the keys
 TILE_TOKENS = 64
@@ -38,6 +38,11 @@ class Tiles:
         return self.sequence.shape[0]
 
 
+def served(call: Call, starts: Tensor) -> Tensor:
+    """Of each sequence, whether this backend is to serve it; bool ``[num_seqs]``."""
+    return (starts.diff() <= SHORT_QUERIES) == (call.query_part == "short")
+
+
 def make_tiles(call: Call, lengths: Tensor) -> Tiles:
     """Cut a call's query into tiles.
 
@@ -57,6 +62,8 @@ def make_tiles(call: Call, lengths: Tensor) -> Tiles:
     starts = call.query_start_loc.long()
     # a sequence with more than the call says is bad, and must not take the others' tiles
     counts = starts.diff().clamp_(min=0, max=call.max_query_len)
+    if call.query_part != "all":
+        counts = counts.where(served(call, starts), torch.zeros_like(counts))
     tiles_of = (counts + rows - 1).div(rows, rounding_mode="floor")
     ends = tiles_of.cumsum(0)
     tile = torch.arange(most, device=device)

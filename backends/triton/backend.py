@@ -32,6 +32,8 @@ class TritonBackend:
         reasons = []
         if problem.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             reasons.append("the tensors are on a CPU, and TRITON_INTERPRET=1 is not set")
+        if problem.query_part == "short":
+            reasons.append("it serves sequences of any number of query tokens, or the long ones")
         if problem.head_dim > MAX_HEAD_DIM:
             reasons.append(f"head_dim is {problem.head_dim}, more than {MAX_HEAD_DIM}")
         if problem.group > MAX_GROUP:

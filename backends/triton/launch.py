@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn.backends.protocol import Call, Problem
+from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 from pagedattn.backends.triton import overlap, tuning
 from pagedattn.backends.triton.kernel_cache import KernelCache
 
@@ -43,6 +43,10 @@ class TritonRunner:
             self._run(call)
 
     def _run(self, call: Call) -> None:
+        if call.query_part == "long":
+            if call.seq_lens.shape[0] > 0:
+                self._prefill(call, SHORT_QUERIES)
+            return
         if call.seq_lens.shape[0] == 0:  # every token is one of no sequence
             call.out.zero_()
             if call.lse is not None:
@@ -54,7 +58,7 @@ class TritonRunner:
         if self._may_decode(call):
             self._decode(call, min(self._short, call.max_query_len))
         if call.max_query_len > self._short:
-            self._prefill(call)
+            self._prefill(call, self._short)
 
     def _may_decode(self, call: Call) -> bool:
         """Whether a sequence may have few query tokens, or a token no sequence at all."""
@@ -106,14 +110,15 @@ class TritonRunner:
             ),
         )  # fmt: skip
 
-    def _prefill(self, call: Call) -> None:
+    def _prefill(self, call: Call, short: int) -> None:
+        """Sequences of more than `short` query tokens."""
         queries = tuning.prefill_queries(self._problem)
         num_seqs = call.seq_lens.shape[0]
         tiles = call.query.shape[0] // queries + num_seqs + 1
         self._kernels.prefill(call, tuning.prefill_tiling(self._problem), queries)(
             (self._problem.num_kv_heads, tiles, 1),
             _pointers(call, call.out),
-            (*_numbers(call), num_seqs, self._short, call.max_query_len),
+            (*_numbers(call), num_seqs, short, call.max_query_len),
         )
 
     def _splits(self, call: Call, tiling: tuning.Tiling, num_seqs: int) -> Splits:

@@ -15,9 +15,9 @@ from _emulation import WARP_SIZES, Libraries
 from torch import Tensor
 
 from pagedattn import verify
-from pagedattn.backends.cuda.launch import CudaRunner
-from pagedattn.backends.protocol import Call, KVLayout, Problem
-from pagedattn.hard_problems import make_call
+from pagedattn.backends.cuda.launch import CudaRunner, _workspace
+from pagedattn.backends.protocol import SHORT_QUERIES, Call, KVLayout, Problem
+from pagedattn.hard_problems import UNTOUCHED, make_call
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BASE = Problem("cpu", torch.float32, torch.float32, 6, 2, 32, 16, return_lse=True)
@@ -40,6 +40,8 @@ def judge(libraries: Libraries) -> Judge:
         for warp, falling in zip(WARP_SIZES, (False, True), strict=True):
             lse = torch.empty(call.query.shape[:2])
             results.append(replace(call, out=torch.empty_like(call.out), lse=lse))
+            for held in (results[-1].out, lse):
+                held.fill_(UNTOUCHED)  # must stay in the rows of another part
             library.emulation_configure(warp, falling)
             CudaRunner(library, problem)(results[-1])
             assert library.emulation_fault() is None
@@ -76,6 +78,37 @@ def test_features(judge: Judge, layout: KVLayout, varlen: bool, feature: str) ->
 
 def test_all_features_at_once(judge: Judge) -> None:
     judge(replace(BASE, varlen_query=True, window=True, softcap=True, alibi=True, sinks=True))
+
+
+@every_layout
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch_invariant"])
+def test_short_sequences_alone(judge: Judge, layout: KVLayout, batch_invariant: bool) -> None:
+    """The others' rows are left alone, and the workspace has no room for them."""
+    problem = replace(BASE, varlen_query=True, query_part="short", kv_layout=layout)
+    problem = replace(problem, batch_invariant=batch_invariant, sinks=True)
+    call = make_call(problem)
+    room = SHORT_QUERIES * len(call.seq_lens) * call.query.shape[1] * (call.query.shape[2] + 2)
+    assert _workspace(call, 3).numel() == 3 * room
+    for splits in (None, 1, 5):
+        result = judge(problem, replace(call, num_splits=splits))
+        assert bool((result.out[3 + SHORT_QUERIES] == UNTOUCHED).all())
+        assert not bool((result.out[:3] == UNTOUCHED).any())
+
+
+def test_many_short_sequences_beside_a_long_one(judge: Judge) -> None:
+    """A prefill of more tokens than all the others have together."""
+    problem = replace(BASE, varlen_query=True, query_part="short", kv_layout="HND")
+    call = _long_call([400, 3, 90, 17, 200])
+    starts = [0, 400, 401, 417, 434, 450]
+    query = torch.randn(455, 6, 32)
+    call = replace(
+        call, query=query, out=torch.empty_like(query), query_part="short",
+        query_start_loc=torch.tensor(starts, dtype=torch.int32), max_query_len=SHORT_QUERIES,
+    )  # fmt: skip
+    result = judge(problem, call)
+    assert bool((result.out[:400] == UNTOUCHED).all())
+    assert bool((result.out[417:434] == UNTOUCHED).all())
+    assert bool((result.out[450:] == 0).all())
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, *FP8], ids=str)

@@ -49,6 +49,15 @@ def test_features(layout: KVLayout, varlen: bool, feature: str) -> None:
     _judge(replace(BASE, kv_layout=layout, varlen_query=varlen, **features))
 
 
+@pytest.mark.parametrize("group", [1, 3, 12])
+def test_long_sequences_alone(group: int) -> None:
+    """The rows of the others are left alone, whatever this backend counts as decode rows."""
+    problem = replace(BASE, num_heads=2 * group, varlen_query=True, query_part="long")
+    _judge(replace(problem, window=True, sinks=True))
+    refused = TritonBackend().not_supported_reasons(replace(problem, query_part="short"))
+    assert any("the long ones" in reason for reason in refused)
+
+
 def test_all_features_at_once() -> None:
     _judge(replace(BASE, varlen_query=True, window=True, softcap=True, alibi=True, sinks=True))
 
