@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagedattn.backends.triton.eight_bit import even_and_odd, half_of_words
+from pagedattn.backends.triton.load import key_part, key_words, locate
+
 # A jitted function reads only globals that are constexpr.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,63 +40,91 @@ def share_of_split(first, end, num_splits, min_tokens, TILE: tl.constexpr):
 
 
 @triton.jit
+def scores(
+    q0, q1, q2, q3, key_ptr, k_token, K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_CHUNK: tl.constexpr, X: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries' parts with the keys at `k_token`, ``[rows, tokens]``."""
+    KV_TYPE: tl.constexpr = key_ptr.dtype.element_ty
+    if WORDS:
+        w = key_words(key_ptr, k_token, 0, K_PARTS // 2, K_CHUNK, X, D)
+        s = tl.dot(q0, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
+        s += tl.dot(q1, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
+        if K_PARTS > 2:
+            w = key_words(key_ptr, k_token, 1, K_PARTS // 2, K_CHUNK, X, D)
+            s += tl.dot(q2, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
+            s += tl.dot(q3, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
+    else:
+        k = key_part(key_ptr, k_token, 0, K_PARTS, K_CHUNK, X, D, D_PAD)
+        s = tl.dot(q0, k.to(DOT_TYPE), allow_tf32=False)
+        if K_PARTS > 1:
+            k = key_part(key_ptr, k_token, 1, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q1, k.to(DOT_TYPE), allow_tf32=False)
+        if K_PARTS > 2:
+            k = key_part(key_ptr, k_token, 2, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q2, k.to(DOT_TYPE), allow_tf32=False)
+            k = key_part(key_ptr, k_token, 3, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q3, k.to(DOT_TYPE), allow_tf32=False)
+    return s
+
+
+@triton.jit
 def walk(
-    q, acc, m, total, bad, start, stop, first, end, row_position, slope,
+    q0, q1, q2, q3, acc, acc_high, m, total, bad, start, stop, first, end, row_position, slope,
     key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
     K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
     X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_CUBE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from `start` up to `stop` into the rows' running state (acc, m, total).
 
     A mask on a load along the contiguous dimension breaks wide loads into single elements, so
     loads are never masked by position: with MASKED the logical block is clamped to those that
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
-    Without MASKED every row must see every key.
+    Without MASKED every row must see every key. `acc_high` is in use where words hold pairs of
+    dimensions of the values: `acc` then has the even ones, and it the odd.
     """
     dim = tl.arange(0, D_PAD)
-    k_dim = (dim // X) * K_CHUNK + dim % X
-    last = tl.maximum(end - 1, 0) // BLOCK_SIZE
+    PAIRED_TOKENS: tl.constexpr = WORDS and V_TOKEN == 1
     for tile_start in range(start, stop, TILE):
         token = tile_start + tl.arange(0, TILE)
-        logical = token // BLOCK_SIZE
-        if MASKED:
-            logical = tl.minimum(tl.maximum(logical, first // BLOCK_SIZE), last)
-        # a vector even where one block holds the tile: loads through a scalar id are not pipelined
-        block = tl.load(table_row + logical)
-        known = (block >= 0) & (block < num_blocks)
+        block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
         bad = bad | tl.where(known, 0, 1)
-        block = tl.where(known, block, 0).to(tl.int64)
         offset = token % BLOCK_SIZE
         k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
         v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
-        if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
-            v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
-        v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
-        if K_CUBE:
-            # packed keys as [D/x, N, x]: neighbouring threads take neighbouring tokens, whose
-            # 16 bytes lie side by side
-            chunk = tl.arange(0, D_PAD // X)
-            lane = tl.arange(0, X)
-            k_ptrs = key_ptr + (chunk * K_CHUNK)[:, None, None]
-            k_ptrs += k_token[None, :, None] + lane[None, None, :]
-            k = tl.load(k_ptrs).to(DOT_TYPE)
-            k = tl.reshape(tl.permute(k, (0, 2, 1)), (D_PAD, TILE))
+        v_first, v_second = token, token  # the tokens of the low and of the high halves
+        if PAIRED_TOKENS:
+            v_first = tile_start + 2 * tl.arange(0, TILE // 2)
+            v_second = v_first + 1
+            block, _ = locate(v_first, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
+            v_token = block * V_BLOCK + kv_head * V_HEAD + v_first % BLOCK_SIZE
+            v_token = tl.max_contiguous(tl.multiple_of(v_token // 2, V_RUN // 2), V_RUN // 2)
+            v_words = value_ptr.to(tl.pointer_type(tl.int16))
+            v = tl.load(v_words + v_token[:, None] + dim[None, :] * (V_DIM // 2))
+        elif WORDS:
+            v_words = value_ptr.to(tl.pointer_type(tl.int16))
+            v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
         else:
-            k_ptrs = key_ptr + k_token[:, None] + k_dim[None, :]
+            if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
+                v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
+            v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
             if D == D_PAD:
-                k = tl.trans(tl.load(k_ptrs).to(DOT_TYPE))
+                v = tl.load(v_ptrs).to(DOT_TYPE)
             else:
-                k = tl.trans(tl.load(k_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE))
-        if D == D_PAD:
-            v = tl.load(v_ptrs).to(DOT_TYPE)
-        else:
-            v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
+                v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
+        v_high = v
+        if WORDS:
+            v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
+            v = half_of_words(v, False, value_ptr.dtype.element_ty).to(DOT_TYPE)
 
-        s = tl.dot(q, k, allow_tf32=False)
+        s = scores(
+            q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE
+        )
         if HAS_SOFTCAP:
             # tanh by way of exp2, which every Triton has; exact at both ends
             s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
@@ -107,8 +138,11 @@ def walk(
             if HAS_WINDOW:
                 seen = seen & (token[None, :] > row_position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-            inside = (token >= first) & (token < end)
+            inside = (v_first >= first) & (v_first < end)
             v = tl.where(inside[:, None], v, tl.zeros_like(v))
+            if WORDS:
+                inside = (v_second >= first) & (v_second < end)
+                v_high = tl.where(inside[:, None], v_high, tl.zeros_like(v_high))
 
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
@@ -117,6 +151,13 @@ def walk(
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + tl.dot(p.to(DOT_TYPE), v, allow_tf32=False)
+        p = p.to(DOT_TYPE)
+        acc = acc * alpha[:, None]
+        if PAIRED_TOKENS:
+            p, p_high = even_and_odd(p, p.shape[0], TILE)
+            acc += tl.dot(p_high, v_high)
+        elif WORDS:
+            acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
+        acc += tl.dot(p, v, allow_tf32=False)
         m = m_new
-    return acc, m, total, bad
+    return acc, acc_high, m, total, bad

@@ -52,7 +52,7 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
         "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": False, "HAS_ALIBI": False,
         "HAS_SINKS": False, "K_SCALES": 0, "V_SCALES": 0, "HAS_LSE": False, "PARTIAL": True,
         "V_RUN": 8 if p.kv_layout == "packed" else 1, "DOT_TYPE": _TYPES[p.dtype][1],
-        "K_CUBE": tiling.key_cube, "OVERLAP": False,
+        "K_PARTS": tiling.key_parts, "WORDS": tiling.words, "OVERLAP": False,
     }  # fmt: skip
 
 

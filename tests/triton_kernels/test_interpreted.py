@@ -60,6 +60,34 @@ def test_eight_bit_caches(kv: str, scales: Any) -> None:
     _judge(replace(BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_scales=scales))
 
 
+@pytest.mark.parametrize("layout", ["packed", "NHD", "HND"])
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_eight_bit_caches_as_words(layout: KVLayout, parts: int, kv: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tuning, "key_parts", lambda _: parts)
+    kv_dtype = getattr(torch, kv)
+    problem = replace(
+        BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_layout=layout, head_dim=64,
+        kv_scales="float", window=True, varlen_query=True,
+    )  # fmt: skip
+    assert tuning.takes_words(problem)
+    _judge(problem)
+
+
+def test_eight_bit_caches_that_no_word_fits() -> None:
+    problem = replace(BASE, dtype=torch.float16, kv_dtype=torch.int8, block_size=1)
+    _judge(replace(problem, kv_layout="packed"))
+    _judge(replace(problem, kv_layout="NHD", head_dim=80))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_keys_in_parts(dtype: torch.dtype, parts: int, head_dim: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tuning, "key_parts", lambda _: parts)
+    _judge(replace(BASE, dtype=dtype, kv_dtype=dtype, kv_layout="packed", head_dim=head_dim))
+
+
 @pytest.mark.parametrize("group", [1, 2, 5, 7, 8, 12, 24, 48])
 def test_groups(group: int) -> None:
     _judge(replace(BASE, num_heads=group, num_kv_heads=1, varlen_query=True))
@@ -159,7 +187,7 @@ def test_case_22_no_length_or_batch_makes_a_new_kernel() -> None:
 
 
 def test_splits_follow_the_device_and_the_work() -> None:
-    tiling = tuning.Tiling(64, 4, 2, 2.0, False, 64)
+    tiling = tuning.Tiling(64, 4, 2, 2.0, 1, False, 64)
     assert tuning.split_count(1000, 100_000, "cpu", tiling) == 1
     assert tuning.split_count(1, 64, "cpu", tiling) == 1
     assert 1 < tuning.split_count(1, 100_000, "cpu", tiling) <= tuning.MAX_SPLITS
