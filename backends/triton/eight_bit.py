@@ -40,15 +40,33 @@ HIGH_INT8 = tl.constexpr(_INT8.format("0x4341") + _FROM_1152)
 def half_of_words(words, HIGH: tl.constexpr, KV_TYPE: tl.constexpr):
     """The low or the high bytes of int16 `words`, elements of KV_TYPE, in fp16: all exact."""
     if ASSEMBLY:
-        if KV_TYPE == tl.float8e4nv:
-            code: tl.constexpr = HIGH_E4M3 if HIGH else LOW_E4M3
-        elif KV_TYPE == tl.float8e5:
-            code: tl.constexpr = HIGH_E5M2 if HIGH else LOW_E5M2
+        if tl.float8e4nv == KV_TYPE:
+            half = tl.inline_asm_elementwise(
+                HIGH_E4M3 if HIGH else LOW_E4M3,
+                "=r,r",
+                [words],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+        elif tl.float8e5 == KV_TYPE:
+            half = tl.inline_asm_elementwise(
+                HIGH_E5M2 if HIGH else LOW_E5M2,
+                "=r,r",
+                [words],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
         else:
-            code: tl.constexpr = HIGH_INT8 if HIGH else LOW_INT8
-        half = tl.inline_asm_elementwise(
-            code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
-        )
+            half = tl.inline_asm_elementwise(
+                HIGH_INT8 if HIGH else LOW_INT8,
+                "=r,r",
+                [words],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
     else:
         byte = ((words >> 8) if HIGH else words) & 0xFF
         half = byte.to(tl.uint8).to(KV_TYPE, bitcast=True).to(tl.float16)

@@ -97,24 +97,26 @@ def _attend_rows(
         behind = tl.maximum(last_position + 1 - window - start, 0)
         clear_start = tl.minimum(start + (behind + TILE - 1) // TILE * TILE, stop)
         acc, acc_high, m, total, bad = walk(
-            q0, q1, q2, q3, acc, acc_high, m, total, bad, start, clear_start, first, end, row_position, slope, key_ptr,
-            value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK,
-            K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
-            D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
+            q0, q1, q2, q3, acc, acc_high, m, total, bad, start, clear_start, first, end,
+            row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
+            softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+            BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE,
+            K_PARTS, WORDS,
         )  # fmt: skip
     whole = tl.minimum(stop, context + tile_start + 1) - clear_start
     clear_stop = clear_start + tl.maximum(whole, 0) // TILE * TILE
     acc, acc_high, m, total, bad = walk(
-        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_start, clear_stop, first, end, row_position, slope, key_ptr,
-        value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK, K_HEAD,
-        K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE, K_PARTS, WORDS,
+        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_start, clear_stop, first, end,
+        row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
+        softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+        BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE,
+        K_PARTS, WORDS,
     )  # fmt: skip
     acc, acc_high, m, total, bad = walk(
-        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position, slope, key_ptr,
-        value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK, K_HEAD,
-        K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
+        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position,
+        slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
+        K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
+        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
     )  # fmt: skip
 
     if PAIRED_DIMS:
@@ -291,7 +293,8 @@ def prefill(
     D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_QUERIES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr, K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Sequences of many query tokens: a program per (tile of queries, KV head).
 

@@ -45,10 +45,8 @@ def key_part(
     dim = part_of_head(PART, PARTS, False, D_PAD)
     k_ptrs = key_ptr + k_token[:, None] + ((dim // X) * K_CHUNK + dim % X)[None, :]
     if D == D_PAD:
-        k = tl.load(k_ptrs)
-    else:
-        k = tl.load(k_ptrs, mask=dim[None, :] < D, other=0.0)
-    return tl.trans(k)
+        return tl.trans(tl.load(k_ptrs))
+    return tl.trans(tl.load(k_ptrs, mask=dim[None, :] < D, other=0.0))
 
 
 @triton.jit

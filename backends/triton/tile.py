@@ -6,6 +6,9 @@ that the exponentials are `exp2`. Only what Triton 2.1 and 3.x share is named he
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -15,6 +18,17 @@ from pagedattn.backends.triton.load import key_part, key_words, locate
 # A jitted function reads only globals that are constexpr.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+def _plain_range(start: int, stop: int, step: int, num_stages: int) -> range:
+    return range(start, stop, step)
+
+
+#: a loop of one stage. Triton 2.1 has only Python's `range` and reads no keyword of it; the
+#: interpreter runs the loop as Python.
+unpipelined: Any = (
+    _plain_range if os.environ.get("TRITON_INTERPRET") == "1" else getattr(tl, "range", range)
+)
 
 
 @triton.jit
@@ -70,6 +84,96 @@ def scores(
 
 
 @triton.jit
+def fold(
+    q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position, slope,
+    key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
+    K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
+    X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile into the rows' running state (acc, m, total).
+
+    A mask on a load along the contiguous dimension breaks wide loads into single elements, so
+    loads are never masked by position: with MASKED the logical block is clamped to those that
+    the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
+    Without MASKED every row must see every key. `acc_high` is in use where words hold pairs of
+    dimensions of the values: `acc` then has the even ones, and it the odd.
+    """
+    dim = tl.arange(0, D_PAD)
+    PAIRED_TOKENS: tl.constexpr = WORDS and V_TOKEN == 1
+    token = tile_start + tl.arange(0, TILE)
+    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
+    bad = bad | tl.where(known, 0, 1)
+    offset = token % BLOCK_SIZE
+    k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
+    s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
+    if HAS_SOFTCAP:
+        # tanh by way of exp2, which every Triton has; exact at both ends
+        s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
+        s = s * (softcap * LOG2E)
+    else:
+        s = s * score_scale
+    if HAS_ALIBI:
+        s += slope[:, None] * (token[None, :] - row_position[:, None]).to(tl.float32)
+    if MASKED:
+        seen = (token[None, :] <= row_position[:, None]) & (token[None, :] < end)
+        if HAS_WINDOW:
+            seen = seen & (token[None, :] > row_position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = m_new
+    if MASKED:  # a row that has seen nothing yet: −inf − −inf is NaN
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, 1)
+    v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
+    v_first, v_second = token, token  # the tokens of the low and of the high halves
+    if PAIRED_TOKENS:
+        v_first = tile_start + 2 * tl.arange(0, TILE // 2)
+        v_second = v_first + 1
+        block, _ = locate(v_first, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
+        v_token = block * V_BLOCK + kv_head * V_HEAD + v_first % BLOCK_SIZE
+        v_token = tl.max_contiguous(tl.multiple_of(v_token // 2, V_RUN // 2), V_RUN // 2)
+        v_words = value_ptr.to(tl.pointer_type(tl.int16))
+        v = tl.load(v_words + v_token[:, None] + dim[None, :] * (V_DIM // 2))
+    elif WORDS:
+        v_words = value_ptr.to(tl.pointer_type(tl.int16))
+        v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
+    else:
+        if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
+            v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
+        v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
+        if D == D_PAD:
+            v = tl.load(v_ptrs).to(DOT_TYPE)
+        else:
+            v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
+    v_high = v
+    if WORDS:
+        v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
+        v = half_of_words(v, False, value_ptr.dtype.element_ty).to(DOT_TYPE)
+    if MASKED:
+        inside = (v_first >= first) & (v_first < end)
+        v = tl.where(inside[:, None], v, tl.zeros_like(v))
+        if WORDS:
+            inside = (v_second >= first) & (v_second < end)
+            v_high = tl.where(inside[:, None], v_high, tl.zeros_like(v_high))
+    p = p.to(DOT_TYPE)
+    acc = acc * alpha[:, None]
+    if PAIRED_TOKENS:
+        p, p_high = even_and_odd(p, p.shape[0], TILE)
+        acc += tl.dot(p_high, v_high)
+    elif WORDS:
+        acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
+    acc += tl.dot(p, v, allow_tf32=False)
+    return acc, acc_high, m_new, total, bad
+
+
+@triton.jit
 def walk(
     q0, q1, q2, q3, acc, acc_high, m, total, bad, start, stop, first, end, row_position, slope,
     key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
@@ -80,84 +184,27 @@ def walk(
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
     K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles from `start` up to `stop` into the rows' running state (acc, m, total).
+    """Fold the tiles from `start` up to `stop`; the state is as `fold` has it.
 
-    A mask on a load along the contiguous dimension breaks wide loads into single elements, so
-    loads are never masked by position: with MASKED the logical block is clamped to those that
-    the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
-    Without MASKED every row must see every key. `acc_high` is in use where words hold pairs of
-    dimensions of the values: `acc` then has the even ones, and it the odd.
+    Tiles to be masked are few, and pipelined their values would need shared memory twice, before
+    and after the mask: more than the other loop has, so that fewer programs were resident.
     """
-    dim = tl.arange(0, D_PAD)
-    PAIRED_TOKENS: tl.constexpr = WORDS and V_TOKEN == 1
-    for tile_start in range(start, stop, TILE):
-        token = tile_start + tl.arange(0, TILE)
-        block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
-        bad = bad | tl.where(known, 0, 1)
-        offset = token % BLOCK_SIZE
-        k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
-        v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
-        v_first, v_second = token, token  # the tokens of the low and of the high halves
-        if PAIRED_TOKENS:
-            v_first = tile_start + 2 * tl.arange(0, TILE // 2)
-            v_second = v_first + 1
-            block, _ = locate(v_first, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
-            v_token = block * V_BLOCK + kv_head * V_HEAD + v_first % BLOCK_SIZE
-            v_token = tl.max_contiguous(tl.multiple_of(v_token // 2, V_RUN // 2), V_RUN // 2)
-            v_words = value_ptr.to(tl.pointer_type(tl.int16))
-            v = tl.load(v_words + v_token[:, None] + dim[None, :] * (V_DIM // 2))
-        elif WORDS:
-            v_words = value_ptr.to(tl.pointer_type(tl.int16))
-            v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
-        else:
-            if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
-                v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
-            v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
-            if D == D_PAD:
-                v = tl.load(v_ptrs).to(DOT_TYPE)
-            else:
-                v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
-        v_high = v
-        if WORDS:
-            v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
-            v = half_of_words(v, False, value_ptr.dtype.element_ty).to(DOT_TYPE)
-
-        s = scores(
-            q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE
-        )
-        if HAS_SOFTCAP:
-            # tanh by way of exp2, which every Triton has; exact at both ends
-            s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
-            s = s * (softcap * LOG2E)
-        else:
-            s = s * score_scale
-        if HAS_ALIBI:
-            s += slope[:, None] * (token[None, :] - row_position[:, None]).to(tl.float32)
-        if MASKED:
-            seen = (token[None, :] <= row_position[:, None]) & (token[None, :] < end)
-            if HAS_WINDOW:
-                seen = seen & (token[None, :] > row_position[:, None] - window)
-            s = tl.where(seen, s, float("-inf"))
-            inside = (v_first >= first) & (v_first < end)
-            v = tl.where(inside[:, None], v, tl.zeros_like(v))
-            if WORDS:
-                inside = (v_second >= first) & (v_second < end)
-                v_high = tl.where(inside[:, None], v_high, tl.zeros_like(v_high))
-
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = m_new
-        if MASKED:  # a row that has seen nothing yet: −inf − −inf is NaN
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        total = total * alpha + tl.sum(p, 1)
-        p = p.to(DOT_TYPE)
-        acc = acc * alpha[:, None]
-        if PAIRED_TOKENS:
-            p, p_high = even_and_odd(p, p.shape[0], TILE)
-            acc += tl.dot(p_high, v_high)
-        elif WORDS:
-            acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
-        acc += tl.dot(p, v, allow_tf32=False)
-        m = m_new
+    if MASKED:
+        for tile_start in unpipelined(start, stop, TILE, num_stages=1):
+            acc, acc_high, m, total, bad = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
+                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
+                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
+                DOT_TYPE, K_PARTS, WORDS,
+            )  # fmt: skip
+    else:
+        for tile_start in range(start, stop, TILE):
+            acc, acc_high, m, total, bad = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
+                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
+                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
+                DOT_TYPE, K_PARTS, WORDS,
+            )  # fmt: skip
     return acc, acc_high, m, total, bad

@@ -56,8 +56,8 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
 
     if num_rows > 16:
         if problem.kv_layout == "packed":
-            return Tiling(tile(16384), 2 if num_rows == 32 else 4, 2, 2.0, parts, words, 64)
-        return Tiling(tile(16384), 4, 2, 3.0, parts, words, 64)
+            return Tiling(tile(16384), 4, 2, 3.0 if num_rows == 32 else 2.0, parts, words, 64)
+        return Tiling(tile(32768), 4, 2, 2.0, parts, words, 64)
     if problem.kv_dtype.itemsize == 1 and work > 8192:
         return Tiling(tile(16384), 2, 2, 4.0, parts, words, 64)
     if problem.kv_layout == "packed" and work > 8192:
