@@ -1,6 +1,7 @@
-"""Time the Triton decode kernels over tile sizes on a GPU, to fill the table in `tuning`.
+"""Time the Triton kernels over tile sizes on a GPU, to fill the table in `tuning`.
 
     python benchmarks/tune_triton.py --layout NHD --shapes 64x4096,1x100000 --tiles 32,64
+    python benchmarks/tune_triton.py --queries 2048 --shapes 1x34816 --programs 1    # prefill
 
 Every combination is compiled in worker processes first, so that the card is not held idle by
 the compiler; then each shape is timed by graph replay with a cold L2. Prints the best of each.
@@ -49,7 +50,8 @@ class Work(NamedTuple):
 
 def set_tiling(tiling: tuning.Tiling) -> None:
     """Make `tuning` answer `tiling` whatever it is asked."""
-    setattr(tuning, "decode_tiling", lambda *_: tiling)  # noqa: B010 (a module's own function)
+    for name in ("decode_tiling", "prefill_tiling"):
+        setattr(tuning, name, lambda *_: tiling)
 
 
 def compiles(job: tuple[Work, tuning.Tiling]) -> str | None:

@@ -102,8 +102,8 @@ def prefill_tiling(problem: Problem) -> Tiling:
         tile = _within(16384 // (2 * padded(problem.head_dim)), least, 64)
         return Tiling(tile, 4, 1, 1.0, parts, words, 0)
     if problem.dtype == torch.float32 or padded(problem.head_dim) > 256:
-        return Tiling(32, 8, 1, 1.0, parts, words, 0)
-    return Tiling(64, 8, 1 if problem.kv_layout == "packed" else 2, 1.0, parts, words, 0)
+        return Tiling(32, 8, 1, 1.0, 1, False, 0)  # words spill kilobytes
+    return Tiling(64, 8, 2, 1.0, parts, words, 0)
 
 
 def prefill_queries(problem: Problem) -> int:
