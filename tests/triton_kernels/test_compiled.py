@@ -29,13 +29,15 @@ SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 # bytes of stack at most: a few registers; what spills in earnest takes hundreds
 STACK_LIMIT = {80: 32, 86: 32, 89: 32, 90: 8}
 _TYPES = {torch.float16: ("fp16", tl.float16), torch.bfloat16: ("bf16", tl.bfloat16)}
+_EIGHT_BIT = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int8: "i8"}
 
 
 def _strides(layout: KVLayout, p: Problem) -> dict[str, int]:
     kv, d, bs = p.num_kv_heads, p.head_dim, p.block_size
+    x = 16 // p.kv_dtype.itemsize
     if layout == "packed":
         return {
-            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": 8, "K_CHUNK": bs * 8, "X": 8,
+            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": x, "K_CHUNK": bs * x, "X": x,
             "V_BLOCK": kv * d * bs, "V_HEAD": d * bs, "V_TOKEN": 1, "V_DIM": bs,
         }  # fmt: skip
     return {
@@ -51,8 +53,9 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
         "GROUP": p.group, "ROWS": tuning.rows(p.group, queries), "TILE_QUERIES": queries,
         "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": False, "HAS_ALIBI": False,
         "HAS_SINKS": False, "K_SCALES": 0, "V_SCALES": 0, "HAS_LSE": False, "PARTIAL": True,
-        "V_RUN": 8 if p.kv_layout == "packed" else 1, "DOT_TYPE": _TYPES[p.dtype][1],
-        "K_PARTS": tiling.key_parts, "WORDS": tiling.words, "OVERLAP": False,
+        "V_RUN": 16 // p.kv_dtype.itemsize if p.kv_layout == "packed" else 1,
+        "DOT_TYPE": _TYPES[p.dtype][1], "K_PARTS": tiling.key_parts, "WORDS": tiling.words,
+        "OVERLAP": False,
     }  # fmt: skip
 
 
@@ -74,7 +77,9 @@ def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tup
     for parameter in kernels.decode.arg_names:
         if parameter in constants:
             signature[parameter] = "constexpr"
-        elif parameter in ("query_ptr", "key_ptr", "value_ptr"):
+        elif parameter in ("key_ptr", "value_ptr"):
+            signature[parameter] = "*" + _EIGHT_BIT.get(p.kv_dtype, name)
+        elif parameter == "query_ptr":
             signature[parameter] = f"*{name}"
         elif parameter == "out_ptr":
             signature[parameter] = "*fp32"
@@ -117,6 +122,20 @@ def test_reference_problem_fits_and_hardly_spills(
     stack, shared = _compile(problem, queries, capability, work)
     assert stack <= STACK_LIMIT[capability]
     assert shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("kv_dtype", _EIGHT_BIT, ids=str)
+def test_eight_bit_caches_fit_and_hardly_spill(
+    capability: int, layout: KVLayout, kv_dtype: torch.dtype
+) -> None:
+    if capability == 80 and kv_dtype == torch.float8_e4m3fn:
+        pytest.skip("Triton has the type from 8.9 on")
+    problem = Problem("cuda:0", torch.float16, kv_dtype, 24, 4, 256, 16, kv_layout=layout)
+    stack, shared = _compile(problem, 1, capability, 1 << 20)
+    assert stack <= 32
+    assert shared <= 32 << 10  # four programs of a multiprocessor and more
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
