@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 #: whether the installed Triton has what this takes (3.0 and later)
-AVAILABLE = hasattr(tl, "join") and hasattr(tl, "split")
+AVAILABLE = hasattr(tl, "join")
 
 # The interpreter has no assembly. A jitted function reads only globals that are constexpr.
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -73,18 +73,13 @@ def half_of_words(words, HIGH: tl.constexpr, KV_TYPE: tl.constexpr):
     return half
 
 
-# Triton looks up every name of a function, also in branches not taken, so those that an older
-# one lacks stand in functions that it never sees.
+# Triton looks up every name of a function, also in branches not taken, so one that an older one
+# lacks stands in a function that it never sees.
 if AVAILABLE:
-
-    @triton.jit
-    def even_and_odd(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """The even and the odd columns of ``[ROWS, COLUMNS]``."""
-        return tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
 
     @triton.jit
     def interleave(even, odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         """``[ROWS, COLUMNS]`` of its even and its odd columns."""
         return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
 else:
-    even_and_odd = interleave = tl.debug_barrier
+    interleave = tl.debug_barrier

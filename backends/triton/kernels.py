@@ -84,8 +84,7 @@ def _attend_rows(
         score_scale = scale * tl.load(k_scale_ptr + kv_head)
     score_scale = score_scale / softcap if HAS_SOFTCAP else score_scale * LOG2E
 
-    PAIRED_DIMS: tl.constexpr = WORDS and V_TOKEN != 1
-    acc = tl.zeros([ROWS, D_PAD // 2 if PAIRED_DIMS else D_PAD], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD // 2 if WORDS else D_PAD], tl.float32)
     acc_high = acc
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -119,7 +118,7 @@ def _attend_rows(
         D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
     )  # fmt: skip
 
-    if PAIRED_DIMS:
+    if WORDS:
         acc = interleave(acc, acc_high, ROWS, D_PAD)
     if V_SCALES == 1:
         v_scale = v_scale * tl.load(v_scale_ptr)

@@ -10,15 +10,11 @@ import triton.language as tl
 def part_of_head(PART: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, D_PAD: tl.constexpr):
     """The dimensions that one of PARTS tiles of a head holds.
 
-    Ranges that lie side by side. With WORDS a range twice as long gives two tiles: its even
-    dimensions, then its odd ones, which are the low and the high bytes of words.
+    Ranges that lie side by side; with WORDS the even dimensions, then the odd ones, which are
+    the low and the high bytes of words.
     """
     SIZE: tl.constexpr = D_PAD // PARTS
-    if WORDS:
-        dim = PART // 2 * 2 * SIZE + PART % 2 + 2 * tl.arange(0, SIZE)
-    else:
-        dim = PART * SIZE + tl.arange(0, SIZE)
-    return dim
+    return PART + 2 * tl.arange(0, SIZE) if WORDS else PART * SIZE + tl.arange(0, SIZE)
 
 
 @triton.jit
@@ -40,7 +36,7 @@ def key_part(
     """One part of the keys at `k_token`, as stored, ``[dimensions, tokens]``.
 
     A warp's loads of 16 bytes a thread run along the dimensions first. Rows cut into parts of
-    128 bytes leave threads for the next tokens, whose packed 16 bytes share a 32-byte sector.
+    256 bytes leave threads for the next tokens, whose packed 16 bytes share a 32-byte sector.
     """
     dim = part_of_head(PART, PARTS, False, D_PAD)
     k_ptrs = key_ptr + k_token[:, None] + ((dim // X) * K_CHUNK + dim % X)[None, :]
@@ -50,13 +46,11 @@ def key_part(
 
 
 @triton.jit
-def key_words(
-    key_ptr, k_token, PART: tl.constexpr, PARTS: tl.constexpr, K_CHUNK: tl.constexpr,
-    X: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """The same of an eight-bit cache, as words; each holds two parts' dimensions."""
+def key_words(key_ptr, k_token, D: tl.constexpr):
+    """Keys of an eight-bit cache whose dimensions lie side by side, as words of two of them,
+    ``[words, tokens]``."""
     words = key_ptr.to(tl.pointer_type(tl.int16))
-    return key_part(words, k_token // 2, PART, PARTS, K_CHUNK // 2, X // 2, D // 2, D // 2)
+    return tl.trans(tl.load(words + (k_token // 2)[:, None] + tl.arange(0, D // 2)[None, :]))
 
 
 @triton.jit

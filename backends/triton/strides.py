@@ -39,11 +39,10 @@ def value_run(call: Call, tile: int) -> int:
 
 
 def takes_words(call: Call) -> bool:
-    """Whether elements of an eight-bit cache can be read two at a time: neighbouring dimensions
-    of a key, and of a value, or of packed values neighbouring tokens."""
-    return all(
+    """Whether elements of an eight-bit cache can be read two at a time: its dimensions lie side
+    by side, and each token's at an even place."""
+    return call.kv_layout != "packed" and all(
         cache.stride(-1) == 1
-        and cache.shape[-1] % 2 == 0
         and not any(step % 2 for step in cache.stride()[:-1])
         and cache.data_ptr() % 2 == 0
         for cache in (call.key_cache, call.value_cache)

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from pagedattn.backends.triton.eight_bit import even_and_odd, half_of_words
+from pagedattn.backends.triton.eight_bit import half_of_words
 from pagedattn.backends.triton.load import key_part, key_words, locate
 
 # A jitted function reads only globals that are constexpr.
@@ -62,13 +62,9 @@ def scores(
     """Products of the queries' parts with the keys at `k_token`, ``[rows, tokens]``."""
     KV_TYPE: tl.constexpr = key_ptr.dtype.element_ty
     if WORDS:
-        w = key_words(key_ptr, k_token, 0, K_PARTS // 2, K_CHUNK, X, D)
+        w = key_words(key_ptr, k_token, D)
         s = tl.dot(q0, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
         s += tl.dot(q1, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
-        if K_PARTS > 2:
-            w = key_words(key_ptr, k_token, 1, K_PARTS // 2, K_CHUNK, X, D)
-            s += tl.dot(q2, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
-            s += tl.dot(q3, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
     else:
         k = key_part(key_ptr, k_token, 0, K_PARTS, K_CHUNK, X, D, D_PAD)
         s = tl.dot(q0, k.to(DOT_TYPE), allow_tf32=False)
@@ -99,11 +95,10 @@ def fold(
     A mask on a load along the contiguous dimension breaks wide loads into single elements, so
     loads are never masked by position: with MASKED the logical block is clamped to those that
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
-    Without MASKED every row must see every key. `acc_high` is in use where words hold pairs of
-    dimensions of the values: `acc` then has the even ones, and it the odd.
+    Without MASKED every row must see every key. `acc_high` is in use with WORDS: `acc` then has
+    the even dimensions of the values, and it the odd.
     """
     dim = tl.arange(0, D_PAD)
-    PAIRED_TOKENS: tl.constexpr = WORDS and V_TOKEN == 1
     token = tile_start + tl.arange(0, TILE)
     block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
     bad = bad | tl.where(known, 0, 1)
@@ -132,16 +127,7 @@ def fold(
     alpha = tl.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, 1)
     v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
-    v_first, v_second = token, token  # the tokens of the low and of the high halves
-    if PAIRED_TOKENS:
-        v_first = tile_start + 2 * tl.arange(0, TILE // 2)
-        v_second = v_first + 1
-        block, _ = locate(v_first, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
-        v_token = block * V_BLOCK + kv_head * V_HEAD + v_first % BLOCK_SIZE
-        v_token = tl.max_contiguous(tl.multiple_of(v_token // 2, V_RUN // 2), V_RUN // 2)
-        v_words = value_ptr.to(tl.pointer_type(tl.int16))
-        v = tl.load(v_words + v_token[:, None] + dim[None, :] * (V_DIM // 2))
-    elif WORDS:
+    if WORDS:
         v_words = value_ptr.to(tl.pointer_type(tl.int16))
         v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
     else:
@@ -157,17 +143,13 @@ def fold(
         v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
         v = half_of_words(v, False, value_ptr.dtype.element_ty).to(DOT_TYPE)
     if MASKED:
-        inside = (v_first >= first) & (v_first < end)
+        inside = (token >= first) & (token < end)
         v = tl.where(inside[:, None], v, tl.zeros_like(v))
         if WORDS:
-            inside = (v_second >= first) & (v_second < end)
             v_high = tl.where(inside[:, None], v_high, tl.zeros_like(v_high))
     p = p.to(DOT_TYPE)
     acc = acc * alpha[:, None]
-    if PAIRED_TOKENS:
-        p, p_high = even_and_odd(p, p.shape[0], TILE)
-        acc += tl.dot(p_high, v_high)
-    elif WORDS:
+    if WORDS:
         acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
     acc += tl.dot(p, v, allow_tf32=False)
     return acc, acc_high, m_new, total, bad
