@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -92,6 +92,10 @@ class Call:
     # synchronise with a device.
     host_seq_lens: list[int] | None = None
     host_query_start: list[int] | None = None
+    # What a backend keeps for later calls with this binding that differ from this one only in
+    # contents and addresses, max_seq_len and max_query_len: whatever else it derives from a call
+    # it need not derive again. Small: it lives on. None: nothing is kept.
+    memo: dict[str, Any] | None = None
 
 
 Runner = Callable[[Call], None]
