@@ -37,15 +37,17 @@ class Work(NamedTuple):
         made = decode.make(
             batch, context, self.queries, self.heads, 16, self.layout, self.dtype, self.kv_dtype
         )
-        problem = Problem(
-            "cuda:0", self.dtype, self.kv_dtype, *self.heads, block_size=16,
-            kv_layout=self.layout, varlen_query=self.queries > 1,
-        )  # fmt: skip
         given: dict[str, Any] = {k: v for k, v in made.arguments.items() if "_scale" not in k}
         call = Call(
             **{"max_query_len": 1, **given}, out=made.out, lse=None, scale=self.heads[2] ** -0.5
         )
-        return problem, call
+        return self.problem(), call
+
+    def problem(self) -> Problem:
+        return Problem(
+            "cuda:0", self.dtype, self.kv_dtype, *self.heads, block_size=16,
+            kv_layout=self.layout, varlen_query=self.queries > 1,
+        )  # fmt: skip
 
 
 def set_tiling(tiling: tuning.Tiling) -> None:
@@ -84,13 +86,11 @@ def tilings(a: argparse.Namespace, work: Work) -> list[tuning.Tiling]:
     """The grid, without what means nothing: parts of keys that lie side by side, words of
     elements that fill one."""
     grid = itertools.product(*(_ints(n) for n in (a.tiles, a.warps, a.stages, a.parts, a.words)))
-    eight_bit = work.kv_dtype.itemsize == 1
     packed = work.layout == "packed"
     return [
         tuning.Tiling(tile, warps, stages, 2.0, parts, bool(words), 64)
         for tile, warps, stages, parts, words in grid
-        if parts in (((2, 4) if packed else (2,)) if words else ((1, 2, 4) if packed else (1,)))
-        and not (words and (not eight_bit or (packed and tile < 32)))
+        if (packed or parts == 1 + words) and (not words or tuning.takes_words(work.problem()))
     ]
 
 

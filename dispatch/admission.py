@@ -105,10 +105,12 @@ def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
         q, k, v, tables, lens, scale, out, return_lse, kv_layout, starts, window, softcap, alibi,
         sinks, k_scale, v_scale, _, _, num_splits, batch_invariant, _,
     ) = a  # fmt: skip
+    grad = torch.is_grad_enabled()
     return (
-        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        grad, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
         tables.shape, tables.stride(), tables.dtype, tables.device,
         lens.shape, lens.stride(), lens.dtype, lens.device,
         None if out is None else _signature(out),
@@ -118,7 +120,7 @@ def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
         k_scale if k_scale is None or k_scale.__class__ is float else _of_scale(k_scale),
         v_scale if v_scale is None or v_scale.__class__ is float else _of_scale(v_scale),
         scale, return_lse, kv_layout, window, softcap, num_splits, batch_invariant,
-        torch.is_grad_enabled(), spec,
+        spec,
         # 1, 1.0 and True are one key, but not one argument
         scale.__class__, return_lse.__class__, window.__class__, softcap.__class__,
         num_splits.__class__, batch_invariant.__class__,

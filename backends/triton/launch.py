@@ -48,7 +48,8 @@ class TritonRunner:
         self._kernels = KernelCache(problem, self._overlap)
 
     def __call__(self, call: Call) -> None:
-        if self._device is None or self._device == torch.cuda.current_device():
+        # of torch.cuda.current_device() the part that asks: with tensors there it is initialised
+        if self._device is None or self._device == torch._C._cuda_getDevice():
             self._run(call)
             return
         with torch.cuda.device(self._device):
