@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -101,6 +101,10 @@ class Call:
     # max_query_len, and the tokens of no sequence. "long": serve the other sequences. The rows of
     # both results that are not to be served keep what they hold.
     query_part: QueryPart = "all"
+    # What runners keep for later calls with this binding, which differ from this one only in
+    # contents and addresses, `max_seq_len`, `max_query_len` and `query_part`; a key names its
+    # runner, and those. It lives on: nothing large, and added to by `keep_plan`.
+    plans: dict[Any, Any] | None = None
 
     def serves(self, query_len: int) -> bool:
         """Whether a sequence of so many query tokens is served."""
@@ -109,6 +113,17 @@ class Call:
 
 
 Runner = Callable[[Call], None]
+_MAX_PLANS = 64
+
+
+def keep_plan(call: Call, key: Any, plan: Any) -> None:
+    """Put a plan under `key` into ``call.plans``, where the call has it."""
+    plans = call.plans
+    if plans is None:
+        return
+    if len(plans) >= _MAX_PLANS:  # lengths that wander must not make it grow for ever
+        plans.clear()
+    plans[key] = plan
 
 
 class Write(NamedTuple):
@@ -156,6 +171,17 @@ class Backend(Protocol):
 
     def remedy(self, facts: Facts) -> str | None:
         """A line to paste that would make it present, or None if nothing would."""
+        ...
+
+
+@runtime_checkable
+class StepsBack(Protocol):
+    """What a backend offers, beside the members of `Backend`, that serves some problems less well
+    than those behind it in the automatic chain do; optional."""
+
+    def step_back_reason(self, problem: Problem) -> str | None:
+        """Why the others are to be tried first, all but the last of the chain; None: they are
+        not."""
         ...
 
 

@@ -117,6 +117,18 @@ struct packed_bytes {
   }
 };
 
+/// N floats, as one load where they are four; the address must be a multiple of their size.
+template <int N>
+PA_DEVICE void load_floats(float (&values)[N], const float* address) {
+  if constexpr (N == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(address);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = address[i];
+  }
+}
+
 /// WIDTH consecutive elements of one type, still as stored.
 template <int TYPE, int WIDTH>
 struct stored_vector {

@@ -20,6 +20,8 @@
 #define PA_E4M3 4
 #define PA_E5M2 5
 
+#define PAGEDATTN_REFUSED (-16)
+
 /* Changes with any change of the struct below or of what its members mean. */
 #define PAGEDATTN_ABI_VERSION 2
 
@@ -63,11 +65,13 @@ struct pagedattn_params {
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t max_blocks;              /* entries of a table row */
-  int32_t max_seq_len;             /* a longer sequence gives NaN */
+  int32_t max_seq_len;             /* a longer sequence gives NaN; 2^31 - 2^20 at most */
   int32_t max_query_len;           /* no sequence has more query tokens */
   int32_t window;                  /* keys that a token sees; 0: all */
   int32_t num_splits;              /* partitions that the grid and the workspace hold */
   int32_t tokens_per_split;        /* > 0: the fixed size of a partition (batch-invariant) */
+  int32_t team;                    /* warps that share a partition in the tuned kernel; 0: take
+                                    * the portable one */
   int32_t key_pack_shift;          /* 30 where a key's elements are dense */
   int32_t k_scale_count;           /* 0, 1 or num_kv_heads */
   int32_t v_scale_count;
@@ -84,8 +88,13 @@ struct pagedattn_params {
 extern "C" {
 #endif
 
-/* Launch on `stream` (a cudaStream_t) of the current device. 0, or a code for pagedattn_error. */
+/* Launch on `stream` (a cudaStream_t) of the current device. 0, or a code for pagedattn_error;
+ * PAGEDATTN_REFUSED: the tuned kernel does not serve the call as it lies in memory, and nothing
+ * was launched. */
 int pagedattn_run(const struct pagedattn_params *params, void *stream);
+
+/* Warps of the tuned kernel's blocks; 0 where the library has only the portable one. */
+int pagedattn_tuned_warps(void);
 
 /* What a code of pagedattn_run means. */
 const char *pagedattn_error(int code);

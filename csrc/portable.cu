@@ -6,6 +6,10 @@
 #include "kernel_launch.cuh"
 #include "portable_merge.cuh"
 
+#ifdef PAGEDATTN_TUNED
+#include "tuned.cuh"
+#endif
+
 namespace pagedattn {
 namespace {
 
@@ -43,17 +47,22 @@ int decode_by_layout(const pagedattn_params& p, cudaStream_t stream) {
 }
 
 int run(const pagedattn_params& p, cudaStream_t stream) {
+#ifdef PAGEDATTN_TUNED
+  if (p.team > 0) return p.num_tokens == 0 ? cudaSuccess : run_tuned(p, stream);
+#else
+  if (p.team > 0) return PAGEDATTN_REFUSED;
+#endif
   if (p.num_splits < 1) return NO_SPLITS;
   if (p.tokens_per_split < 0 || p.tokens_per_split % TILE != 0) return BAD_SPLIT_SIZE;
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
   if (rows == 0) return cudaSuccess;
-  if (rows > MOST_BLOCKS) return TOO_MANY_BLOCKS;
+  if (rows > MOST_BLOCKS / ROW_PARTS) return TOO_MANY_BLOCKS;
   // with a fixed partition the batch must not choose the kernel, so only the argument's presence
   // does
   const bool single = p.tokens_per_split > 0 ? !p.query_start_loc : p.max_query_len == 1;
   const int code = single ? decode_by_layout<smaller(GROUP, MAX_ROWS)>(p, stream)
                           : decode_by_layout<MAX_ROWS>(p, stream);
-  return code ? code : launch(merge_kernel, rows, p, stream);
+  return code ? code : launch(merge_kernel, rows * ROW_PARTS, p, stream);
 }
 
 }  // namespace
@@ -72,6 +81,14 @@ extern "C" const char* pagedattn_error(int code) {
     case pagedattn::BAD_SPLIT_SIZE: return "tokens_per_split is not a whole number of tiles of 64";
     default: return cudaGetErrorString(static_cast<cudaError_t>(code));
   }
+}
+
+extern "C" int pagedattn_tuned_warps(void) {
+#ifdef PAGEDATTN_TUNED
+  return pagedattn::TUNED_CLASS ? pagedattn::TUNED_WARPS : 0;
+#else
+  return 0;
+#endif
 }
 
 extern "C" int pagedattn_abi(void) {

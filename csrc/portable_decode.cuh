@@ -55,6 +55,8 @@ struct block_work {
 struct query_row {
   int token, head, position;
 
+  PA_DEVICE query_row(int token, int head, int position)
+      : token(token), head(head), position(position) {}
   PA_DEVICE query_row(const pagedattn_params& p, const sequence_span& span, int kv_head, int row) {
     const int within = row / GROUP;
     token = span.first_token + within;

@@ -11,7 +11,7 @@
 #else
 
 /// The block's dynamic shared memory, whose size the launch gives.
-#define PA_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define PA_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 // What only sm_90 has: elsewhere a kernel with it compiles, and must not be launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -145,6 +145,27 @@ PA_DEVICE void bulk_copy(void* shared, const void* global, int bytes, copy_barri
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// What the copy engine is told of a cache, by the host: see tensor_maps.cuh.
+struct alignas(64) tensor_map {
+  unsigned long long opaque[16];
+};
+
+/// Fetch a map that will be needed soon.
+PA_DEVICE void prefetch_map(const tensor_map& map) {
+  PA_SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+/// Start a copy of the map's box to shared memory (aligned to 1,024 bytes, rows swizzled), from
+/// this token of a block on.
+PA_DEVICE void tensor_copy(void* shared, const tensor_map& map, int token, int head, int block,
+                           copy_barrier* barrier) {
+  PA_SM90_ASM(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(0), "r"(token), "r"(head), "r"(block), "r"(shared_address(barrier))
       : "memory");
 }
 

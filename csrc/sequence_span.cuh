@@ -22,6 +22,19 @@ struct sequence_span {
   int active;       // partitions that have work
 };
 
+constexpr int ITEM = 16;  // tokens that a warp of the tuned kernel takes at a time
+
+/// How the tuned kernel splits: items are dealt out in turn over the warps of all partitions, or
+/// partitions have a fixed size.
+PA_DEVICE sequence_span split_items(sequence_span s, const pagedattn_params& p) {
+  s.tile_start = s.first / ITEM * ITEM;
+  s.share = p.tokens_per_split;
+  const int items = ceil_div(max(s.end - s.tile_start, 0), ITEM);
+  const int each = s.share > 0 ? s.share / ITEM : p.team;
+  s.active = smaller(ceil_div(items, each), p.num_splits);
+  return s;
+}
+
 PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
   sequence_span s;
   s.first_token = p.query_start_loc ? p.query_start_loc[sequence] : sequence;
@@ -37,6 +50,7 @@ PA_DEVICE sequence_span span_of(const pagedattn_params& p, int sequence) {
   // behind the window of the first query token lies nothing that any of them sees
   if (p.window > 0) s.first = max(max(s.length - s.query_len, 0) + 1 - p.window, 0);
   s.tile_start = s.first / TILE * TILE;
+  if (p.team > 0) return split_items(s, p);
   const int tiles = ceil_div(max(s.end - s.tile_start, 0), TILE);
   // the least that leaves no key over, whatever the host thought
   s.share = max(max(p.tokens_per_split, ceil_div(tiles, p.num_splits) * TILE), TILE);

@@ -54,11 +54,14 @@ class Admitted(NamedTuple):
 
     binding: chain.Binding
     scale: float
+    num_tokens: int
+    capacity: int  # tokens that a row of block_tables can hold
     block_size: int
     num_blocks: int
     on_host: bool  # lengths and tables can be read without synchronising
     convert: bool  # some argument must be converted before a backend sees it
-    spans: tuple[int, ...]  # bytes from the first to the last element of each of _MEMORY
+    spans: tuple[tuple[int, int], ...]  # `out` and what it must not overlap, see `_spans`
+    plans: dict[Any, Any]  # what backends keep for calls like this one
 
 
 # Emptied when full, so that a server whose batch and table sizes wander cannot grow it for ever.
@@ -87,7 +90,7 @@ def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
                 _admitted.clear()
             _admitted[key] = admitted
     call = _prepare(a, admitted)
-    if a.query.shape[0]:
+    if admitted.num_tokens:
         admitted.binding.run(call)
     return call.out if call.lse is None else (call.out, call.lse)
 
@@ -98,27 +101,34 @@ def _signature(t: Tensor) -> tuple[Any, ...]:
 
 def _key(a: Arguments, spec: str | Sequence[str] | None) -> tuple[Any, ...]:
     """All that validation looks at, and the backend asked for."""
-    q, k, v, tables, lens = a[:5]
-    k_scale, v_scale = a.k_scale, a.v_scale
+    (
+        q, k, v, tables, lens, scale, out, return_lse, kv_layout, starts, window, softcap, alibi,
+        sinks, k_scale, v_scale, _, _, num_splits, batch_invariant, _,
+    ) = a  # fmt: skip
+    grad = torch.is_grad_enabled()
     return (
-        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        grad, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
         tables.shape, tables.stride(), tables.dtype, tables.device,
         lens.shape, lens.stride(), lens.dtype, lens.device,
-        None if a.out is None else _signature(a.out),
-        None if a.query_start_loc is None else _signature(a.query_start_loc),
-        None if a.alibi_slopes is None else _signature(a.alibi_slopes),
-        None if a.sinks is None else _signature(a.sinks),
-        _signature(k_scale) if isinstance(k_scale, Tensor) else k_scale,
-        _signature(v_scale) if isinstance(v_scale, Tensor) else v_scale,
-        a.scale, a.return_lse, a.kv_layout, a.window, a.softcap, a.num_splits,
-        a.batch_invariant, torch.is_grad_enabled(), spec,
+        None if out is None else _signature(out),
+        None if starts is None else _signature(starts),
+        None if alibi is None else _signature(alibi),
+        None if sinks is None else _signature(sinks),
+        k_scale if k_scale is None or k_scale.__class__ is float else _of_scale(k_scale),
+        v_scale if v_scale is None or v_scale.__class__ is float else _of_scale(v_scale),
+        scale, return_lse, kv_layout, window, softcap, num_splits, batch_invariant,
+        spec,
         # 1, 1.0 and True are one key, but not one argument
-        a.scale.__class__, a.return_lse.__class__, a.window.__class__, a.softcap.__class__,
-        a.num_splits.__class__, a.batch_invariant.__class__, k_scale.__class__,
-        v_scale.__class__,
+        scale.__class__, return_lse.__class__, window.__class__, softcap.__class__,
+        num_splits.__class__, batch_invariant.__class__,
     )  # fmt: skip
+
+
+def _of_scale(scale: Any) -> tuple[Any, ...]:
+    return _signature(scale) if isinstance(scale, Tensor) else (scale.__class__, scale)
 
 
 def admit(a: Arguments) -> Admitted:
@@ -141,11 +151,14 @@ def admit(a: Arguments) -> Admitted:
     return Admitted(
         binding=chain.binding_for(problem, a.backend),
         scale=shape.head_dim**-0.5 if a.scale is None else float(a.scale),
+        num_tokens=a.query.shape[0],
+        capacity=a.block_tables.shape[1] * shape.block_size,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
         on_host=a.query.device.type == "cpu",
         convert=_needs_conversion(a),
-        spans=tuple(arguments.span(t) for t in _memory(a)),
+        spans=_spans(a),
+        plans={},
     )
 
 
@@ -208,15 +221,14 @@ def _needs_conversion(a: Arguments) -> bool:
 
 def _prepare(a: Arguments, admitted: Admitted) -> Call:
     """What depends on addresses and contents: checked each time, then made into a `Call`."""
-    query = a.query
-    num_tokens = query.shape[0]
+    num_tokens, limit, on_host = admitted.num_tokens, admitted.capacity, admitted.on_host
     if a.out is not None:
         _check_overlap(a, a.out, admitted.spans)
-    limit = a.block_tables.shape[1] * admitted.block_size
-    if a.max_seq_len is not None:
-        arguments.check_number("max_seq_len", a.max_seq_len, above=-1, kind=numbers.Integral)
-        limit = min(limit, a.max_seq_len)
-    on_host = admitted.on_host
+    hint = a.max_seq_len
+    if hint is not None:
+        if hint.__class__ is not int or hint < 0:
+            arguments.check_number("max_seq_len", hint, above=-1, kind=numbers.Integral)
+        limit = min(limit, hint)
     lengths = contents.host_lengths(a.seq_lens, limit) if on_host else None
     starts = None
     max_query_len = 1
@@ -229,50 +241,44 @@ def _prepare(a: Arguments, admitted: Admitted) -> Call:
         _check_contents(a, limit, admitted)
     if admitted.convert:
         a = _convert(a, admitted.num_blocks)
+    (
+        query, key_cache, value_cache, tables, seq_lens, _, out, return_lse, kv_layout, start_loc,
+        window, softcap, alibi, sinks, k_scale, v_scale, _, _, num_splits, batch_invariant, _,
+    ) = a  # fmt: skip
+    if out is None:
+        out = torch.empty_like(query)
+    lse = None
+    if return_lse:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     return Call(
-        query,
-        a.key_cache,
-        a.value_cache,
-        a.block_tables,
-        a.seq_lens,
-        torch.empty_like(query) if a.out is None else a.out,
-        query.new_empty(query.shape[:2], dtype=torch.float32) if a.return_lse else None,
-        a.kv_layout,
-        admitted.scale,
-        limit,
-        max_query_len,
-        a.query_start_loc,
-        a.window,
-        a.softcap,
-        a.alibi_slopes,
-        a.sinks,
-        a.k_scale,
-        a.v_scale,
-        a.num_splits,
-        a.batch_invariant,
-        lengths,
-        starts,
-    )
+        query, key_cache, value_cache, tables, seq_lens, out, lse, kv_layout, admitted.scale,
+        limit, max_query_len, start_loc, window, softcap, alibi, sinks, k_scale, v_scale,
+        num_splits, batch_invariant, lengths, starts, "all", admitted.plans,
+    )  # fmt: skip
 
 
-def _memory(a: Arguments) -> tuple[Tensor, ...]:
-    """`out` and every input tensor that it must not overlap."""
-    given = (a.out, *a[:5], a.query_start_loc, a.alibi_slopes, a.sinks, a.k_scale, a.v_scale)
-    return tuple(t for t in given if isinstance(t, Tensor)) if a.out is not None else ()
+def _spans(a: Arguments) -> tuple[tuple[int, int], ...]:
+    """Place among the arguments of each tensor that `out` must not overlap, and the bytes from
+    its first to its last element; `out` itself first. Empty without one."""
+    if a.out is None:
+        return ()
+    out = a._fields.index("out")
+    spans = [(i, arguments.span(t)) for i, t in enumerate(a) if isinstance(t, Tensor) and i != out]
+    return ((out, arguments.span(a.out)), *spans)
 
 
-def _check_overlap(a: Arguments, out: Tensor, spans: tuple[int, ...]) -> None:
+def _check_overlap(a: Arguments, out: Tensor, spans: tuple[tuple[int, int], ...]) -> None:
     """Compare addresses; only where ranges meet, look closer (two slices of one buffer may
     interleave without touching)."""
     start = out.data_ptr()
-    end = start + spans[0]
-    for tensor, span in zip(_memory(a)[1:], spans[1:], strict=True):
-        other = tensor.data_ptr()
-        if start < other + span and other < end and arguments.overlap(out, tensor):
-            name = next(n for n, value in a._asdict().items() if value is tensor)
+    end = start + spans[0][1]
+    given: tuple[Any, ...] = a
+    for place, span in spans[1:]:
+        other = given[place].data_ptr()
+        if start < other + span and other < end and arguments.overlap(out, given[place]):
             raise ValueError(
-                f"out overlaps {name} in memory; the inputs are read while out is written, "
-                "so give it memory of its own"
+                f"out overlaps {a._fields[place]} in memory; the inputs are read while out is "
+                "written, so give it memory of its own"
             )
 
 

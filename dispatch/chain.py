@@ -22,7 +22,7 @@ from pagedattn.backends.errors import (
     VerificationError,
 )
 from pagedattn.backends.facts import Facts
-from pagedattn.backends.protocol import Call, Problem, QueryPart, Runner
+from pagedattn.backends.protocol import Call, Problem, QueryPart, Runner, StepsBack
 from pagedattn.composition import Composed
 from pagedattn.probe import facts as probe_facts
 from pagedattn.request import Request
@@ -153,7 +153,7 @@ def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -
 
 def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
     """Try each candidate in order and bind the first that is right."""
-    names = request.names or policy.order(facts.vendor, problem.device_type)
+    names = request.names or automatic_order(problem, facts)
     candidates: list[Candidate] = []
     runner: Runner | None = None
     while runner is None and len(candidates) < len(names):
@@ -171,6 +171,21 @@ def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
     _tell(problem, request, [c for c in candidates if not c.selected], selected)
     candidates += [examine(name, problem, facts) for name in names[len(candidates) :]]
     return Binding(problem, selected, request.names, tuple(candidates), runner)
+
+
+def automatic_order(problem: Problem, facts: Facts) -> tuple[str, ...]:
+    """The policy's order, but for those that step back for `problem`: they come last but one."""
+    *names, floor = policy.order(facts.vendor, problem.device_type)
+    behind = [name for name in names if _steps_back(name, problem)]
+    return (*(name for name in names if name not in behind), *behind, floor)
+
+
+def _steps_back(name: str, problem: Problem) -> bool:
+    try:
+        backend = registry.get(name)
+    except BackendUnavailable:  # told when its turn comes
+        return False
+    return isinstance(backend, StepsBack) and backend.step_back_reason(problem) is not None
 
 
 def _compose(
@@ -314,8 +329,12 @@ def _tell(problem: Problem, request: Request, lost: Sequence[Candidate], selecte
         return
     _told.add((problem.device, selected))
     why = "; ".join(f"{c.name}: {', '.join(c.reasons)}" for c in lost)
-    # on a CPU there is nothing faster to miss
-    level = logging.WARNING if lost and problem.device_type != "cpu" else logging.INFO
+    # a warning where one that was asked for lost, something failed or only plain torch is left; not
+    # for what waits to be built while another serves, nor on a CPU: nothing faster is missed there
+    failed = any(c.present and c.supported for c in lost)
+    matters = failed or request.names is not None or selected == policy.FLOOR.name
+    told = lost and matters and problem.device_type != "cpu"
+    level = logging.WARNING if told else logging.INFO
     log.log(
         level,
         "%s serves %s (%s)%s",

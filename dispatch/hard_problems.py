@@ -36,8 +36,7 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     tables, num_blocks = _tables(lengths, bs, generator)
     keys, values = _caches(problem, lengths, tables, num_blocks, generator)
-    # the corrupt one; of many query tokens the first ones see the first block alone
-    tables[-1, 0 if problem.query_part == "long" else 1] = num_blocks
+    tables[-1, 1] = num_blocks  # the corrupt one
     padding = 1 if problem.varlen_query else 0  # a token that belongs to no sequence
     query = 2 * _normal((starts[-1] + padding, problem.num_heads, problem.head_dim), generator)
     on_host = problem.device_type == "cpu"

@@ -12,22 +12,22 @@ class Entry(NamedTuple):
     reason: str
 
 
-_FLOOR = Entry("torch", "plain torch: slower, but runs anywhere and needs nothing built")
+FLOOR = Entry("torch", "plain torch: slower, but runs anywhere and needs nothing built")
 
 ORDER: dict[Vendor, tuple[Entry, ...]] = {
     "nvidia": (
+        Entry("cuda", "measured: at the memory's speed in every layout; waits to be built"),
         Entry("triton", "measured: near the memory's speed in NHD and HND; compiles itself"),
-        Entry("cuda", "the portable kernel, not measured on these devices yet; waits to be built"),
-        _FLOOR,
+        FLOOR,
     ),
     "corex": (
         Entry("cuda", "the portable kernel, compiled by the vendor's own compiler"),
         Entry("triton", "only where the vendor's Triton is known not to hang the card"),
-        _FLOOR,
+        FLOOR,
     ),
-    "other": (_FLOOR,),
+    "other": (FLOOR,),
     "cpu": (
-        _FLOOR,
+        FLOOR,
         Entry("triton", "needs a GPU; its interpreter is for tests and must be forced"),
         Entry("cuda", "needs a GPU; listed so that the report can say so"),
     ),

@@ -20,7 +20,7 @@ from _build_fixtures import tree_template as tree_template
 from _fake_corex import CudaOnCpu, EmulatedCuda, compiled, emulate, facts_of, set_mode
 from _platforms import bi_v100, cpu_only, nvidia, nvidia_without_nvcc
 
-from pagedattn import chain, policy, register_backend, verify, verify_child
+from pagedattn import chain, policy, register_backend, registry, verify, verify_child
 from pagedattn.backends.cuda import binary_cache, source
 from pagedattn.backends.cuda.backend import CudaBackend
 from pagedattn.backends.errors import BackendUnavailable, BuildError, VerificationError
@@ -187,6 +187,44 @@ def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
     problem = small_problem(**{"device": "cuda:0", **changes})
     (reason,) = CudaBackend().not_supported_reasons(problem)
     assert told in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"kv_dtype": torch.int8, "block_size": 32, "head_dim": 80}, None),
+        ({"block_size": 8}, None),
+        ({"kv_layout": "NHD", "block_size": 24}, None),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "fp32"),
+        ({"head_dim": 72}, "head_dim is 72"),
+        ({"block_size": 24}, None),
+        ({"kv_dtype": torch.int8, "block_size": 8}, "packed blocks of 8"),
+        ({"num_heads": 24}, "12 rows share a KV head"),
+        ({"varlen_query": True}, "speculative"),
+    ],
+)
+def test_on_nvidia_it_steps_back_where_triton_serves_better(
+    tmp_path: Path, changes: dict[str, object], told: str | None
+) -> None:
+    half = {"dtype": torch.float16, "kv_dtype": torch.float16, "kv_layout": "packed"}
+    problem = small_problem(**{"device": "cuda:0", "head_dim": 64, **half, **changes})
+    facts = probe(nvidia().sources(tmp_path))
+    backend = registry.get("cuda")
+    backend.not_present_reasons(facts)
+    assert isinstance(backend, CudaBackend)
+    reason = backend.step_back_reason(problem)
+    assert (reason is None) == (told is None)
+    assert told is None or told in str(reason)
+    order = chain.automatic_order(problem, facts)
+    assert order == (("cuda", "triton", "torch") if told is None else ("triton", "cuda", "torch"))
+
+
+def test_on_corex_it_never_steps_back(facts: Facts) -> None:
+    backend = registry.get("cuda")
+    backend.not_present_reasons(facts)
+    problem = small_problem(device="cuda:0", varlen_query=True)
+    assert chain.automatic_order(problem, facts) == ("cuda", "triton", "torch")
 
 
 def test_what_it_can_do() -> None:

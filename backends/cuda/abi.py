@@ -7,14 +7,19 @@ A library says which version and size of the struct it was compiled with; one th
 from __future__ import annotations
 
 import ctypes
+import struct
 
 from torch import Tensor
 
 from pagedattn.backends.protocol import Call, Write
 
 _VERSION = 2  # PAGEDATTN_ABI_VERSION
+#: pagedattn_run: the tuned kernel does not serve the call as it lies in memory
+REFUSED = -16
 _DENSE = 30  # key_pack_shift where a key's elements lie side by side
 _INT_MAX = 2**31 - 1
+#: tokens of a sequence: the kernels count positions in an int, past the end of the last partition
+_LONGEST = 2**31 - 2**20
 
 _POINTERS = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "out",
@@ -28,7 +33,7 @@ _STRIDES = (
 )  # fmt: skip
 _COUNTS = (
     "num_seqs", "num_tokens", "num_heads", "num_kv_heads", "max_blocks", "max_seq_len",
-    "max_query_len", "window", "num_splits", "tokens_per_split", "key_pack_shift",
+    "max_query_len", "window", "num_splits", "tokens_per_split", "team", "key_pack_shift",
     "k_scale_count", "v_scale_count", "skip_longer",
 )  # fmt: skip
 _NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
@@ -45,6 +50,8 @@ class Params(ctypes.Structure):
     ]
 
 
+_ADDRESSES = struct.Struct(f"{len(_POINTERS)}P")
+
 #: what pagedattn_abi() of a fitting library says
 ABI = _VERSION * 65536 + ctypes.sizeof(Params)
 
@@ -53,36 +60,66 @@ def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes the types of a library's functions."""
     library.pagedattn_run.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
     library.pagedattn_run.restype = ctypes.c_int
+    library.pagedattn_tuned_warps.argtypes = []
+    library.pagedattn_tuned_warps.restype = ctypes.c_int
     library.pagedattn_error.argtypes = [ctypes.c_int]
     library.pagedattn_error.restype = ctypes.c_char_p
 
 
-def params_of(call: Call, workspace: Tensor, num_splits: int, tokens_per_split: int) -> Params:
-    """The struct of a call, which holds addresses: the tensors must outlive the launch.
+def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> Params:
+    """The struct of calls like this one, but for the addresses: `with_addresses` adds those.
 
     Parameters
     ----------
-    workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
-        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens.
     num_splits : partitions of the keys that the grid holds
     tokens_per_split : size of a partition, a multiple of 64; 0 lets the kernel choose
+    team : warps that share a partition in the tuned kernel; 0 takes the portable one
     """
     num_tokens, num_heads, _ = call.query.shape
     k_scale, v_scale = call.k_scale, call.v_scale
     return Params(
-        address(call.query), address(call.key_cache), address(call.value_cache),
-        address(call.block_tables), address(call.seq_lens), address(call.query_start_loc),
-        address(call.out), address(call.lse), address(call.alibi_slopes),
-        address(call.sinks), address(k_scale), address(v_scale), address(workspace),
+        *(None,) * len(_POINTERS),
         *call.query.stride()[:2], *call.out.stride()[:2], call.block_tables.stride(0),
         *cache_strides(call), call.key_cache.shape[0],
         call.seq_lens.shape[0], num_tokens, num_heads,
         call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
-        min(call.max_seq_len, _INT_MAX), call.max_query_len, min(call.window or 0, _INT_MAX),
-        num_splits, tokens_per_split, pack_shift(call), count(k_scale), count(v_scale),
+        min(call.max_seq_len, _LONGEST), call.max_query_len, min(call.window or 0, _INT_MAX),
+        num_splits, tokens_per_split, team, pack_shift(call), count(k_scale), count(v_scale),
         call.query_part == "short",
         call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
     )  # fmt: skip
+
+
+def with_addresses(params: Params, call: Call, workspace: Tensor | None) -> Params:
+    """A copy that holds the call's addresses: the tensors must outlive the launch.
+
+    Parameters
+    ----------
+    workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
+        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens. None where
+        the tuned kernel has one partition and one query token per sequence.
+    """
+    made = Params.from_buffer_copy(params)
+    starts, lse, slopes, sinks = call.query_start_loc, call.lse, call.alibi_slopes, call.sinks
+    k_scale, v_scale = call.k_scale, call.v_scale
+    _ADDRESSES.pack_into(
+        made,
+        0,
+        call.query.data_ptr(),
+        call.key_cache.data_ptr(),
+        call.value_cache.data_ptr(),
+        call.block_tables.data_ptr(),
+        call.seq_lens.data_ptr(),
+        0 if starts is None else starts.data_ptr(),
+        call.out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        k_scale.data_ptr() if isinstance(k_scale, Tensor) else 0,
+        v_scale.data_ptr() if isinstance(v_scale, Tensor) else 0,
+        0 if workspace is None else workspace.data_ptr(),
+    )
+    return made
 
 
 def cache_strides(call: Call | Write) -> tuple[int, ...]:

@@ -13,7 +13,13 @@ from pagedattn.backends.cuda import binary_cache, compile, source
 from pagedattn.backends.cuda import toolchain as toolchains
 from pagedattn.backends.cuda.abi import ABI
 from pagedattn.backends.cuda.binary_cache import Binary
-from pagedattn.backends.cuda.spec import Spec, check, spec_of, unsupported_reasons
+from pagedattn.backends.cuda.spec import (
+    Spec,
+    check,
+    spec_of,
+    unsupported_reasons,
+    untuned_reason,
+)
 from pagedattn.backends.cuda.toolchain import Toolchain
 from pagedattn.backends.errors import BackendUnavailable, BuildError
 from pagedattn.backends.facts import Facts
@@ -59,6 +65,20 @@ class CudaBackend:
         if problem.query_part == "long":
             reasons.append("it is made for decode: it takes a few query tokens at a time")
         return reasons
+
+    def step_back_reason(self, problem: Problem) -> str | None:
+        """On NVIDIA's devices Triton serves better what the tuned kernel does not, or reads keys
+        and values for more than once. On CoreX nothing but torch would."""
+        facts = self._facts
+        if facts is None or facts.vendor != "nvidia":
+            return None
+        arch = toolchains.arch_of(facts, device_of(facts, problem.device))
+        if arch is None or not toolchains.tuned_for(arch):
+            return f"there is no tuned kernel for {arch or 'this device'}"
+        reason = untuned_reason(spec_of(problem), problem.kv_layout)
+        if reason is None and problem.varlen_query:
+            return "speculative tokens share no more than 8 rows a read"
+        return reason
 
     def remedy(self, facts: Facts) -> str | None:
         if facts.has_gpu and facts.compiler.path is not None and not _builds_at_first_use(facts):

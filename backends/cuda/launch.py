@@ -1,4 +1,4 @@
-"""From a `Call` to a launch of the portable kernels: how many partitions, which workspace."""
+"""From a `Call` to a launch of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import ctypes
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from pagedattn.backends.cuda.abi import declare, params_of
-from pagedattn.backends.protocol import Call, Problem
+from pagedattn.backends.cuda import partition
+from pagedattn.backends.cuda.abi import REFUSED, Params, declare, params_of, with_addresses
+from pagedattn.backends.cuda.partition import Partition
+from pagedattn.backends.protocol import Call, Problem, keep_plan
 
-TILE = 64  # tokens: a partition is a whole number of tiles
-#: tokens of a partition in the batch-invariant mode: fixed, so that a row's are its own
-INVARIANT_TOKENS = 2048
-MAX_SPLITS = 256  # more would make the merge outweigh what they gain
-BLOCKS_PER_SM = 6  # that the partitions aim for
-MIN_TOKENS = 128  # of a partition: shorter ones cost more in the merge than they save
-_MAX_ROWS = 8  # of a block, as in csrc/portable_decode.cuh
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
 
 
-class Splits(NamedTuple):
-    number: int  # that the grid and the workspace hold
-    tokens: int  # of each; 0: the kernel shares the keys out evenly
+class _Plan(NamedTuple):
+    """What calls of the same shapes share."""
+
+    params: Params  # without addresses
+    workspace: int  # float32 elements
 
 
 class CudaRunner:
@@ -38,6 +34,7 @@ class CudaRunner:
         declare(library)
         self._library = library
         self._problem = problem
+        self._warps: int = library.pagedattn_tuned_warps()
         self._device: int | None = None
         self._multiprocessors = _EMULATED_SMS
         if problem.device_type == "cuda":
@@ -54,37 +51,50 @@ class CudaRunner:
             self._run(call)
 
     def _run(self, call: Call) -> None:
-        splits = self._splits(call)
-        # of this call alone: the allocator keeps streams apart
-        workspace = _workspace(call, splits.number)
-        params = params_of(call, workspace, splits.number, splits.tokens)
-        code = self._library.pagedattn_run(params, current_stream(self._device))
+        code = self.tuned(call) if self._warps else REFUSED
+        if code == REFUSED:
+            code = self.portable(call)
         if code:
             words = (self._library.pagedattn_error(code) or b"").decode(errors="replace")
             raise RuntimeError(f"CUDA error: {words} (code {code})")
 
-    def _splits(self, call: Call) -> Splits:
-        """From bounds that the host knows: no length is read."""
-        tokens = max(1, call.max_seq_len)
-        if call.batch_invariant:
-            return Splits(-(-tokens // INVARIANT_TOKENS), INVARIANT_TOKENS)
-        if call.window is not None:
-            tokens = min(tokens, call.window + call.max_query_len + TILE)
-        if call.num_splits is not None:
-            return Splits(max(1, min(call.num_splits, -(-tokens // TILE))), 0)
-        rows = self._problem.group * call.max_query_len
-        tiles = -(-rows // min(_MAX_ROWS, rows)) if rows else 1
-        groups = max(1, call.seq_lens.shape[0] * self._problem.num_kv_heads * tiles)
-        wanted = self._multiprocessors * BLOCKS_PER_SM // groups
-        return Splits(max(1, min(wanted, -(-tokens // MIN_TOKENS), MAX_SPLITS)), 0)
+    def tuned(self, call: Call) -> int:
+        """Launch the tuned kernels; `REFUSED` where they do not serve the call."""
+        return self._launch(call, "tuned")
+
+    def portable(self, call: Call) -> int:
+        """Launch the portable kernels, which serve every call of their class."""
+        return self._launch(call, "portable")
+
+    def _launch(self, call: Call, kernels: str) -> int:
+        key = (self, kernels, call.max_seq_len, call.max_query_len, call.query_part)
+        plan: _Plan | None = None if call.plans is None else call.plans.get(key)
+        if plan is None:
+            plan = self._plan(call, kernels)
+            keep_plan(call, key, plan)
+        workspace = None
+        if plan.workspace:  # of this call alone: the allocator keeps streams apart
+            workspace = torch.empty(plan.workspace, dtype=torch.float32, device=call.query.device)
+        params = with_addresses(plan.params, call, workspace)
+        code: int = self._library.pagedattn_run(params, current_stream(self._device))
+        return code
+
+    def _plan(self, call: Call, kernels: str) -> _Plan:
+        if kernels == "tuned":
+            part = partition.tuned(call, self._problem, self._multiprocessors, self._warps)
+        else:
+            part = partition.portable(call, self._problem, self._multiprocessors)
+        return _Plan(params_of(call, *part), _workspace_size(call, part))
 
 
-def _workspace(call: Call, splits: int) -> Tensor:
+def _workspace_size(call: Call, part: Partition) -> int:
+    """Elements that the partitions leave for the merge; 0 where there is no merge."""
+    if part.team and part.splits == 1 and call.query_start_loc is None:
+        return 0  # the tuned kernel writes the result itself
     num_tokens, num_heads, head_dim = call.query.shape
     if call.query_part == "short":  # the rows of the others need none
         num_tokens = call.seq_lens.shape[0] * call.max_query_len
-    size = splits * num_tokens * num_heads * (head_dim + 2)
-    return torch.empty(size, dtype=torch.float32, device=call.query.device)
+    return part.splits * num_tokens * num_heads * (head_dim + 2)
 
 
 def current_stream(device: int | None) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedattn.backends.errors import BuildError
-from pagedattn.backends.protocol import Problem
+from pagedattn.backends.protocol import KVLayout, Problem
 
 #: a type's name on the command line -> its code in csrc/ (PAGEDATTN_QUERY_TYPE)
 TYPE_CODES = {"fp16": 0, "bf16": 1, "fp32": 2, "int8": 3, "fp8_e4m3": 4, "fp8_e5m2": 5}
@@ -102,6 +102,20 @@ def unsupported_reasons(spec: Spec) -> list[str]:
     if spec.group < 1:
         reasons.append(f"group is {spec.group}, less than 1")
     return reasons
+
+
+def untuned_reason(spec: Spec, kv_layout: KVLayout) -> str | None:
+    """Why the tuned kernel does not serve a class well, as csrc/tuned.cuh has it; None: it does."""
+    if "fp32" in (spec.dtype, spec.kv_dtype):
+        return "fp32 does not go to the tensor cores"
+    if spec.head_dim % 16:
+        return f"head_dim is {spec.head_dim}, no multiple of 16"
+    narrow = spec.kv_dtype in QUANTISED_TYPES
+    if kv_layout == "packed" and narrow and spec.block_size % 16:
+        return f"packed blocks of {spec.block_size} tokens cannot be copied as they lie"
+    if spec.group > 8:
+        return f"{spec.group} rows share a KV head, and a tile has 8"
+    return None
 
 
 def check(spec: Spec) -> None:

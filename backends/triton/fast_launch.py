@@ -2,7 +2,8 @@
 
 A jitted call binds some fifty arguments by name, looks at each one's type and alignment, and
 looks the compiled kernel up. Here that is done once for each pattern of pointer alignments; a
-warm launch hands the arguments to the compiled kernel.
+warm launch hands addresses to the compiled kernel. As numbers, for those its launcher takes as
+they are: it asks the driver about every tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor
 # The compiled kernel's launcher takes every argument, constants too, in these releases; others
 # may leave the constants out. A release that nobody tried goes the long way.
 _KNOWN = Version("3.6") <= Version(triton.__version__.split("+")[0]) < Version("3.7")
+
+Grid = tuple[int, int, int]
+# None where a problem lacks what it would point to, and the kernel never follows it
+Pointers = tuple["Tensor | None", ...]
 
 
 class FastKernel:
@@ -33,7 +38,7 @@ class FastKernel:
         self._kernel = kernel
         self._keywords = {**constants, **options}
         names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
-        self._constants = tuple(constants[name] for name in names)
+        self.constants = tuple(constants[name] for name in names)
         self._compiled: dict[tuple[bool, ...], Any] = {}
         self._fast = _KNOWN and hasattr(kernel, "device_caches")  # the interpreter has none
         if self._fast:
@@ -41,20 +46,54 @@ class FastKernel:
             pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
             self._aligned = [i for i, name in enumerate(pointers) if name not in fixed]
 
-    def __call__(
-        self, grid: tuple[int, int, int], pointers: tuple[Tensor, ...], numbers: tuple[float, ...]
-    ) -> None:
-        """Launch on the current stream of the current device, which holds the tensors."""
+    def launch(self, grid: Grid, pointers: Pointers, numbers: tuple[float, ...]) -> Any:
+        """Launch by Triton's own road, compiling if need be; returns the compiled kernel, or
+        None where only that road is known."""
+        anything = pointers[0]
+        given = [anything if p is None else p for p in pointers]
+        compiled = self._kernel[grid](*given, *numbers, **self._keywords)
         if not self._fast:
-            self._kernel[grid](*pointers, *numbers, **self._keywords)
+            return None
+        self._compiled[self._alignment(pointers)] = compiled
+        return compiled
+
+    def compiled(self, pointers: Pointers) -> Any:
+        """The compiled kernel for pointers aligned as these, or None."""
+        return self._compiled.get(self._alignment(pointers)) if self._fast else None
+
+    def _alignment(self, pointers: Pointers) -> tuple[bool, ...]:
+        chosen = [pointers[i] for i in self._aligned]
+        return tuple([p is None or p.data_ptr() % 16 == 0 for p in chosen])
+
+
+class Launch:
+    """A launch that lacks only its pointers; those of one `Launch` must all be aligned alike."""
+
+    __slots__ = ("_grid", "_kernel", "_middle", "_numbers", "_rest", "_run")
+
+    def __init__(self, kernel: FastKernel, grid: Grid, numbers: tuple[float, ...]) -> None:
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._run: Any = None
+
+    def __call__(self, pointers: Pointers) -> None:
+        """Launch on the current stream of the current device, which holds the tensors."""
+        if self._run is None and not self._prepare(pointers):
             return
-        alignment = tuple([pointers[i].data_ptr() % 16 == 0 for i in self._aligned])
-        compiled = self._compiled.get(alignment)
+        self._run(
+            *self._grid,
+            torch._C._cuda_getCurrentRawStream(pointers[0].get_device()),  # type: ignore[union-attr]
+            *self._middle,
+            *[p if p is None else p.data_ptr() for p in pointers],
+            *self._rest,
+        )
+
+    def _prepare(self, pointers: Pointers) -> bool:
+        """Whether the compiled kernel was there; if it was not, this has launched it."""
+        compiled = self._kernel.compiled(pointers)
         if compiled is None:
-            self._compiled[alignment] = self._kernel[grid](*pointers, *numbers, **self._keywords)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(pointers[0].get_device())
-        compiled.run(
-            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *numbers, *self._constants,
-        )  # fmt: skip
+            self._kernel.launch(self._grid, pointers, self._numbers)
+            return False
+        self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._rest = (*self._numbers, *self._kernel.constants)
+        self._run = compiled.run
+        return True

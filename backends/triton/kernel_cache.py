@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedattn.backends.protocol import Call, Problem
 from pagedattn.backends.triton import kernels, tuning
 from pagedattn.backends.triton.fast_launch import FastKernel
-from pagedattn.backends.triton.strides import cache_strides, value_run
+from pagedattn.backends.triton.strides import cache_strides, takes_words, value_run
 
 _DOT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 if os.environ.get("TRITON_INTERPRET") == "1":  # which multiplies bf16 as if its bits were integers
@@ -85,7 +85,8 @@ class KernelCache:
             "HAS_SINKS": p.sinks, "K_SCALES": _count(call.k_scale),
             "V_SCALES": _count(call.v_scale), "HAS_LSE": p.return_lse,
             "V_RUN": value_run(call, tiling.tile), "DOT_TYPE": _DOT_TYPES[p.dtype],
-            "K_CUBE": tiling.key_cube,
+            "K_PARTS": tiling.key_parts,
+            "WORDS": tiling.words and takes_words(call),
         }  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def _cache_key(call: Call) -> tuple[Any, ...]:
     """What `_attend` reads of a call."""
     values = call.value_cache
     return (
-        call.key_cache.stride(), values.stride(), values.data_ptr() % 16,
+        call.key_cache.stride(), values.stride(), call.key_cache.data_ptr() % 2,
+        values.data_ptr() % 16,
         _count(call.k_scale), _count(call.v_scale),
     )  # fmt: skip
 

@@ -13,8 +13,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from pagedattn.backends.triton.eight_bit import interleave
+from pagedattn.backends.triton.load import query_part
 from pagedattn.backends.triton.overlap import gdc_launch_dependents, gdc_wait
-from pagedattn.backends.triton.tile import LN2, LOG2E, key_range, share_of_split, walk
+from pagedattn.backends.triton.tile import (
+    LN2,
+    LOG2E,
+    key_range,
+    names_no_block,
+    share_of_split,
+    walk,
+)
 
 # What differs from call to call. Specialising on integers would compile again for 1 and for each
 # multiple of 16; on the alignment of pointers to single numbers, for nothing.
@@ -45,7 +54,7 @@ def _attend_rows(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_CUBE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile of rows, from its query to where its result goes.
 
@@ -64,8 +73,14 @@ def _attend_rows(
 
     dim = tl.arange(0, D_PAD)
     token = (first_token + row_token).to(tl.int64)
-    q_ptrs = query_ptr + (token * q_token + row_head * q_head)[:, None] + dim[None, :]
-    q = tl.load(q_ptrs, mask=row_valid[:, None] & (dim[None, :] < D), other=0.0).to(DOT_TYPE)
+    q_row = query_ptr + token * q_token + row_head * q_head
+    q0 = query_part(q_row, row_valid, 0, K_PARTS, WORDS, D, D_PAD, DOT_TYPE)
+    q1, q2, q3 = q0, q0, q0
+    if K_PARTS > 1:
+        q1 = query_part(q_row, row_valid, 1, K_PARTS, WORDS, D, D_PAD, DOT_TYPE)
+    if K_PARTS > 2:
+        q2 = query_part(q_row, row_valid, 2, K_PARTS, WORDS, D, D_PAD, DOT_TYPE)
+        q3 = query_part(q_row, row_valid, 3, K_PARTS, WORDS, D, D_PAD, DOT_TYPE)
     slope = tl.zeros([ROWS], tl.float32)
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + row_head, mask=row_valid, other=0.0) * LOG2E
@@ -76,7 +91,8 @@ def _attend_rows(
         score_scale = scale * tl.load(k_scale_ptr + kv_head)
     score_scale = score_scale / softcap if HAS_SOFTCAP else score_scale * LOG2E
 
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD // 2 if WORDS else D_PAD], tl.float32)
+    acc_high = acc
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     bad = tl.zeros([TILE], tl.int32)
@@ -86,27 +102,31 @@ def _attend_rows(
     if HAS_WINDOW:
         behind = tl.maximum(last_position + 1 - window - start, 0)
         clear_start = tl.minimum(start + (behind + TILE - 1) // TILE * TILE, stop)
-        acc, m, total, bad = walk(
-            q, acc, m, total, bad, start, clear_start, first, end, row_position, slope, key_ptr,
-            value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK,
-            K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
-            D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_CUBE,
+        acc, acc_high, m, total, bad = walk(
+            q0, q1, q2, q3, acc, acc_high, m, total, bad, start, clear_start, first, end,
+            row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
+            softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+            BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE,
+            K_PARTS, WORDS,
         )  # fmt: skip
     whole = tl.minimum(stop, context + tile_start + 1) - clear_start
     clear_stop = clear_start + tl.maximum(whole, 0) // TILE * TILE
-    acc, m, total, bad = walk(
-        q, acc, m, total, bad, clear_start, clear_stop, first, end, row_position, slope, key_ptr,
-        value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK, K_HEAD,
-        K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE, K_CUBE,
+    acc, acc_high, m, total, bad = walk(
+        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_start, clear_stop, first, end,
+        row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
+        softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+        BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE,
+        K_PARTS, WORDS,
     )  # fmt: skip
-    acc, m, total, bad = walk(
-        q, acc, m, total, bad, clear_stop, stop, first, end, row_position, slope, key_ptr,
-        value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head, K_BLOCK, K_HEAD,
-        K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_CUBE,
+    acc, acc_high, m, total, bad = walk(
+        q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position,
+        slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
+        K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
+        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
     )  # fmt: skip
 
+    if WORDS:
+        acc = interleave(acc, acc_high, ROWS, D_PAD)
     if V_SCALES == 1:
         v_scale = v_scale * tl.load(v_scale_ptr)
     if V_SCALES > 1:
@@ -149,7 +169,7 @@ def decode(
     VARLEN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr,
-    DOT_TYPE: tl.constexpr, K_CUBE: tl.constexpr, OVERLAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr, K_PARTS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sequences of few query tokens: a program per (KV head, split, sequence)."""
     if OVERLAP:
@@ -179,7 +199,7 @@ def decode(
         length, first_token, query_len, 0, kv_head, split, context, first, end, start, share,
         num_splits, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN,
         V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES, HAS_WINDOW, HAS_SOFTCAP,
-        HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, PARTIAL, V_RUN, DOT_TYPE, K_CUBE,
+        HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, PARTIAL, V_RUN, DOT_TYPE, K_PARTS, WORDS,
     )  # fmt: skip
 
 
@@ -279,7 +299,8 @@ def prefill(
     D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_QUERIES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr, K_CUBE: tl.constexpr,
+    HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Sequences of many query tokens: a program per (tile of queries, KV head).
 
@@ -305,18 +326,24 @@ def prefill(
         return
     length = tl.maximum(tl.load(lens_ptr + low), 0)
     length = tl.where(query_len > max_queries, max_len + 1, length)  # too many: NaN, as too long
+    # a bad id is the whole sequence's, also where these rows do not see its block
+    table_row = tables_ptr + low.to(tl.int64) * table_stride
+    usable = tl.where(length > max_len, 0, length)
+    needed, end = key_range(usable, usable - query_len, usable - 1, window, HAS_WINDOW)
+    if names_no_block(table_row, needed, end, num_blocks, BLOCK_SIZE):
+        length = max_len + 1
     usable = tl.where(length > max_len, 0, length)
     context = usable - query_len
     last = context + tl.minimum(tile_start + TILE_QUERIES, query_len) - 1
     first, end = key_range(usable, context + tile_start, last, window, HAS_WINDOW)
     start = first // TILE * TILE
     _attend_rows(
-        query_ptr, key_ptr, value_ptr, tables_ptr + low.to(tl.int64) * table_stride,
+        query_ptr, key_ptr, value_ptr, table_row,
         out_ptr, lse_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap,
         v_scale, num_blocks, max_len, window, num_tokens, q_token, q_head, o_token, o_head,
         length, first_token, query_len, tile_start, kv_head, 0, context, first, end, start,
         tl.maximum(end - start, 0), 1, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
         V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES,
         HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, False,
-        V_RUN, DOT_TYPE, K_CUBE,
+        V_RUN, DOT_TYPE, K_PARTS, WORDS,
     )  # fmt: skip

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
+from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem, keep_plan
 from pagedattn.backends.triton import overlap, tuning
+from pagedattn.backends.triton.fast_launch import Launch, Pointers
 from pagedattn.backends.triton.kernel_cache import KernelCache
 
 #: tokens of a split in the batch-invariant mode: fixed, so that a row's splits are its own
@@ -22,6 +23,15 @@ MAX_SPLITS = 65535  # of a grid's second dimension
 class Splits(NamedTuple):
     number: int
     min_tokens: int  # the fewest that a split walks
+
+
+class Plan(NamedTuple):
+    """What a call launches, for all calls of the same shapes, options and alignment."""
+
+    decode: Launch | None = None
+    partial: int = 0  # floats of the splits' states, which the merge reads; 0 without a merge
+    merge: Launch | None = None
+    prefill: Launch | None = None
 
 
 class TritonRunner:
@@ -36,29 +46,44 @@ class TritonRunner:
         self._kernels = KernelCache(problem, self._overlap)
 
     def __call__(self, call: Call) -> None:
-        if self._device is None or self._device == torch.cuda.current_device():
+        # of torch.cuda.current_device() the part that asks: with tensors there it is initialised
+        if self._device is None or self._device == torch._C._cuda_getDevice():
             self._run(call)
             return
         with torch.cuda.device(self._device):
             self._run(call)
 
     def _run(self, call: Call) -> None:
+        misaligned = (
+            call.query.data_ptr()
+            | call.key_cache.data_ptr()
+            | call.value_cache.data_ptr()
+            | call.out.data_ptr()
+        ) % 16
+        plans = call.plans
+        key = (self, call.max_seq_len, call.max_query_len, call.query_part)
+        plan: Plan | None = None if plans is None or misaligned else plans.get(key)
+        if plan is None:
+            if call.seq_lens.shape[0] == 0:
+                _no_sequences(call)
+                return
+            plan = self._plan(call)
+            # where the host knows the queries' lengths the plan is these lengths'
+            if not misaligned and call.host_query_start is None:
+                keep_plan(call, key, plan)
+        _launch(plan, call)
+
+    def _plan(self, call: Call) -> Plan:
+        plan = Plan()
         if call.query_part == "long":
-            if call.seq_lens.shape[0] > 0:
-                self._prefill(call, SHORT_QUERIES)
-            return
-        if call.seq_lens.shape[0] == 0:  # every token is one of no sequence
-            call.out.zero_()
-            if call.lse is not None:
-                call.lse.fill_(-math.inf)
-            return
+            return plan._replace(prefill=self._prefill(call, SHORT_QUERIES))
         if call.query_start_loc is None:
-            self._decode(call, 1)
-            return
+            return self._decode(plan, call, 1)
         if self._may_decode(call):
-            self._decode(call, min(self._short, call.max_query_len))
+            plan = self._decode(plan, call, min(self._short, call.max_query_len))
         if call.max_query_len > self._short:
-            self._prefill(call, self._short)
+            plan = plan._replace(prefill=self._prefill(call, self._short))
+        return plan
 
     def _may_decode(self, call: Call) -> bool:
         """Whether a sequence may have few query tokens, or a token no sequence at all."""
@@ -67,7 +92,7 @@ class TritonRunner:
             return True
         return any(0 < end - start <= self._short for start, end in pairwise(starts))
 
-    def _decode(self, call: Call, queries: int) -> None:
+    def _decode(self, plan: Plan, call: Call, queries: int) -> Plan:
         num_seqs = call.seq_lens.shape[0]
         work = num_seqs * self._problem.num_kv_heads * call.max_seq_len
         if call.batch_invariant:  # the same kernels whatever the batch
@@ -77,47 +102,43 @@ class TritonRunner:
         tiling = tuning.decode_tiling(self._problem, num_rows, work)
         splits = self._splits(call, tiling, num_seqs)
         # tokens of no sequence are the merge's to write, so with those there has to be one
-        partial = splits.number > 1 or call.query_start_loc is not None or call.batch_invariant
-        out = _workspace(call, splits.number) if partial else call.out
-        self._kernels.decode(call, tiling, num_rows, queries, partial)(
+        merged = splits.number > 1 or call.query_start_loc is not None or call.batch_invariant
+        decode = Launch(
+            self._kernels.decode(call, tiling, num_rows, queries, merged),
             (self._problem.num_kv_heads, splits.number, num_seqs),
-            _pointers(call, out),
             (*_numbers(call), *splits, self._short),
         )
-        if partial:
-            self._merge(call, out, splits, tiling.tile)
-
-    def _merge(self, call: Call, partial: Tensor, splits: Splits, tile: int) -> None:
+        if not merged:
+            return plan._replace(decode=decode)
         num_tokens, num_heads, head_dim = call.query.shape
-        lens, out = call.seq_lens, call.out
+        partial = splits.number * num_tokens * num_heads * (head_dim + 1)
+        merge = self._merge(call, splits, tiling.tile)
+        return plan._replace(decode=decode, partial=partial, merge=merge)
+
+    def _merge(self, call: Call, splits: Splits, tile: int) -> Launch:
+        num_tokens, num_heads, head_dim = call.query.shape
+        out = call.out
         lanes = min(128, 1 << (splits.number - 1).bit_length())
         if call.batch_invariant:  # the order of the sum must not follow the longest sequence
             lanes = 16
         dims = max(32, min(tuning.padded(head_dim), 4096 // lanes))
-        self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None)(
+        return Launch(
+            self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None),
             (num_tokens, num_heads, -(-head_dim // dims)),
             (
-                partial,
-                lens,
-                lens if call.query_start_loc is None else call.query_start_loc,
-                out,
-                lens if call.lse is None else call.lse,
-                lens if call.sinks is None else call.sinks,
-            ),
-            (
-                lens.shape[0], num_tokens, call.max_seq_len, call.window or 0,
+                call.seq_lens.shape[0], num_tokens, call.max_seq_len, call.window or 0,
                 out.stride(0), out.stride(1), *splits, self._short, call.max_query_len,
             ),
         )  # fmt: skip
 
-    def _prefill(self, call: Call, short: int) -> None:
+    def _prefill(self, call: Call, short: int) -> Launch:
         """Sequences of more than `short` query tokens."""
         queries = tuning.prefill_queries(self._problem)
         num_seqs = call.seq_lens.shape[0]
         tiles = call.query.shape[0] // queries + num_seqs + 1
-        self._kernels.prefill(call, tuning.prefill_tiling(self._problem), queries)(
+        return Launch(
+            self._kernels.prefill(call, tuning.prefill_tiling(self._problem), queries),
             (self._problem.num_kv_heads, tiles, 1),
-            _pointers(call, call.out),
             (*_numbers(call), num_seqs, short, call.max_query_len),
         )
 
@@ -136,30 +157,45 @@ class TritonRunner:
         return Splits(count, tiling.min_tokens)
 
 
-def _workspace(call: Call, splits: int) -> Tensor:
-    """Each split's outputs and log-sum-exps; of this call, as the allocator keeps streams apart."""
-    num_tokens, num_heads, head_dim = call.query.shape
-    size = splits * num_tokens * num_heads * (head_dim + 1)
-    return torch.empty(size, dtype=torch.float32, device=call.query.device)
+def _no_sequences(call: Call) -> None:
+    """Every token is one of no sequence, and those are not a long part's."""
+    if call.query_part == "long":
+        return
+    call.out.zero_()
+    if call.lse is not None:
+        call.lse.fill_(-math.inf)
 
 
-def _pointers(call: Call, out: Tensor) -> tuple[Tensor, ...]:
-    """What the decode and the prefill kernel take first. One that a problem lacks is never
-    followed, so anything stands for it."""
-    lens = call.seq_lens
+def _launch(plan: Plan, call: Call) -> None:
+    if plan.decode is not None:
+        states = call.out
+        if plan.partial:  # of this call, as the allocator keeps streams apart
+            states = torch.empty(plan.partial, dtype=torch.float32, device=call.query.device)
+        plan.decode(_pointers(call, states))
+        if plan.merge is not None:
+            plan.merge(
+                (states, call.seq_lens, call.query_start_loc, call.out, call.lse, call.sinks)
+            )
+    if plan.prefill is not None:
+        plan.prefill(_pointers(call, call.out))
+
+
+def _pointers(call: Call, out: Tensor) -> Pointers:
+    """What the decode and the prefill kernel take first."""
+    k_scale, v_scale = call.k_scale, call.v_scale
     return (
         call.query,
         call.key_cache,
         call.value_cache,
         call.block_tables,
-        lens,
-        lens if call.query_start_loc is None else call.query_start_loc,
+        call.seq_lens,
+        call.query_start_loc,
         out,
-        lens if call.lse is None else call.lse,
-        lens if call.alibi_slopes is None else call.alibi_slopes,
-        lens if call.sinks is None else call.sinks,
-        call.k_scale if isinstance(call.k_scale, Tensor) else lens,
-        call.v_scale if isinstance(call.v_scale, Tensor) else lens,
+        call.lse,
+        call.alibi_slopes,
+        call.sinks,
+        k_scale if isinstance(k_scale, Tensor) else None,
+        v_scale if isinstance(v_scale, Tensor) else None,
     )
 
 

@@ -36,3 +36,14 @@ def value_run(call: Call, tile: int) -> int:
     while run > 1 and (any(s % run for s in steps) or cache.data_ptr() % (run * itemsize)):
         run //= 2
     return run
+
+
+def takes_words(call: Call) -> bool:
+    """Whether elements of an eight-bit cache can be read two at a time: its dimensions lie side
+    by side, and each token's at an even place."""
+    return call.kv_layout != "packed" and all(
+        cache.stride(-1) == 1
+        and not any(step % 2 for step in cache.stride()[:-1])
+        and cache.data_ptr() % 2 == 0
+        for cache in (call.key_cache, call.value_cache)
+    )

@@ -6,12 +6,29 @@ that the exponentials are `exp2`. Only what Triton 2.1 and 3.x share is named he
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from pagedattn.backends.triton.eight_bit import half_of_words
+from pagedattn.backends.triton.load import key_part, key_words, locate
 
 # A jitted function reads only globals that are constexpr.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+def _plain_range(start: int, stop: int, step: int, num_stages: int) -> range:
+    return range(start, stop, step)
+
+
+#: a loop of one stage. Triton 2.1 has only Python's `range` and reads no keyword of it; the
+#: interpreter runs the loop as Python.
+unpipelined: Any = (
+    _plain_range if os.environ.get("TRITON_INTERPRET") == "1" else getattr(tl, "range", range)
+)
 
 
 @triton.jit
@@ -22,6 +39,19 @@ def key_range(length, first_position, last_position, window, HAS_WINDOW: tl.cons
     if HAS_WINDOW:
         first = tl.maximum(first_position + 1 - window, 0)
     return first, end
+
+
+@triton.jit
+def names_no_block(table_row, first, end, num_blocks, BLOCK_SIZE: tl.constexpr):
+    """Whether an entry for the keys ``[first, end)`` lies outside the cache."""
+    lane = tl.arange(0, 256)
+    bad = tl.zeros([256], tl.int32)
+    stop = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for start in range(first // BLOCK_SIZE, stop, 256):
+        inside = start + lane < stop
+        block = tl.load(table_row + start + lane, mask=inside, other=0)
+        bad = bad | tl.where(inside & ((block < 0) | (block >= num_blocks)), 1, 0)
+    return tl.max(bad, 0) > 0
 
 
 @triton.jit
@@ -37,86 +67,139 @@ def share_of_split(first, end, num_splits, min_tokens, TILE: tl.constexpr):
 
 
 @triton.jit
-def walk(
-    q, acc, m, total, bad, start, stop, first, end, row_position, slope,
+def scores(
+    q0, q1, q2, q3, key_ptr, k_token, K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_CHUNK: tl.constexpr, X: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries' parts with the keys at `k_token`, ``[rows, tokens]``."""
+    KV_TYPE: tl.constexpr = key_ptr.dtype.element_ty
+    if WORDS:
+        w = key_words(key_ptr, k_token, D)
+        s = tl.dot(q0, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
+        s += tl.dot(q1, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
+    else:
+        k = key_part(key_ptr, k_token, 0, K_PARTS, K_CHUNK, X, D, D_PAD)
+        s = tl.dot(q0, k.to(DOT_TYPE), allow_tf32=False)
+        if K_PARTS > 1:
+            k = key_part(key_ptr, k_token, 1, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q1, k.to(DOT_TYPE), allow_tf32=False)
+        if K_PARTS > 2:
+            k = key_part(key_ptr, k_token, 2, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q2, k.to(DOT_TYPE), allow_tf32=False)
+            k = key_part(key_ptr, k_token, 3, K_PARTS, K_CHUNK, X, D, D_PAD)
+            s += tl.dot(q3, k.to(DOT_TYPE), allow_tf32=False)
+    return s
+
+
+@triton.jit
+def fold(
+    q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position, slope,
     key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
     K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
     X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_CUBE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles from `start` up to `stop` into the rows' running state (acc, m, total).
+    """Fold one tile into the rows' running state (acc, m, total).
 
     A mask on a load along the contiguous dimension breaks wide loads into single elements, so
     loads are never masked by position: with MASKED the logical block is clamped to those that
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
-    Without MASKED every row must see every key.
+    Without MASKED every row must see every key. `acc_high` is in use with WORDS: `acc` then has
+    the even dimensions of the values, and it the odd.
     """
     dim = tl.arange(0, D_PAD)
-    k_dim = (dim // X) * K_CHUNK + dim % X
-    last = tl.maximum(end - 1, 0) // BLOCK_SIZE
-    for tile_start in range(start, stop, TILE):
-        token = tile_start + tl.arange(0, TILE)
-        logical = token // BLOCK_SIZE
-        if MASKED:
-            logical = tl.minimum(tl.maximum(logical, first // BLOCK_SIZE), last)
-        # a vector even where one block holds the tile: loads through a scalar id are not pipelined
-        block = tl.load(table_row + logical)
-        known = (block >= 0) & (block < num_blocks)
-        bad = bad | tl.where(known, 0, 1)
-        block = tl.where(known, block, 0).to(tl.int64)
-        offset = token % BLOCK_SIZE
-        k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
-        v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
+    token = tile_start + tl.arange(0, TILE)
+    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
+    bad = bad | tl.where(known, 0, 1)
+    offset = token % BLOCK_SIZE
+    k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
+    s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
+    if HAS_SOFTCAP:
+        # tanh by way of exp2, which every Triton has; exact at both ends
+        s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
+        s = s * (softcap * LOG2E)
+    else:
+        s = s * score_scale
+    if HAS_ALIBI:
+        s += slope[:, None] * (token[None, :] - row_position[:, None]).to(tl.float32)
+    if MASKED:
+        seen = (token[None, :] <= row_position[:, None]) & (token[None, :] < end)
+        if HAS_WINDOW:
+            seen = seen & (token[None, :] > row_position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = m_new
+    if MASKED:  # a row that has seen nothing yet: −inf − −inf is NaN
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, 1)
+    v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
+    if WORDS:
+        v_words = value_ptr.to(tl.pointer_type(tl.int16))
+        v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
+    else:
         if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
             v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
         v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
-        if K_CUBE:
-            # packed keys as [D/x, N, x]: neighbouring threads take neighbouring tokens, whose
-            # 16 bytes lie side by side
-            chunk = tl.arange(0, D_PAD // X)
-            lane = tl.arange(0, X)
-            k_ptrs = key_ptr + (chunk * K_CHUNK)[:, None, None]
-            k_ptrs += k_token[None, :, None] + lane[None, None, :]
-            k = tl.load(k_ptrs).to(DOT_TYPE)
-            k = tl.reshape(tl.permute(k, (0, 2, 1)), (D_PAD, TILE))
-        else:
-            k_ptrs = key_ptr + k_token[:, None] + k_dim[None, :]
-            if D == D_PAD:
-                k = tl.trans(tl.load(k_ptrs).to(DOT_TYPE))
-            else:
-                k = tl.trans(tl.load(k_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE))
         if D == D_PAD:
             v = tl.load(v_ptrs).to(DOT_TYPE)
         else:
             v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
+    v_high = v
+    if WORDS:
+        v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
+        v = half_of_words(v, False, value_ptr.dtype.element_ty).to(DOT_TYPE)
+    if MASKED:
+        inside = (token >= first) & (token < end)
+        v = tl.where(inside[:, None], v, tl.zeros_like(v))
+        if WORDS:
+            v_high = tl.where(inside[:, None], v_high, tl.zeros_like(v_high))
+    p = p.to(DOT_TYPE)
+    acc = acc * alpha[:, None]
+    if WORDS:
+        acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
+    acc += tl.dot(p, v, allow_tf32=False)
+    return acc, acc_high, m_new, total, bad
 
-        s = tl.dot(q, k, allow_tf32=False)
-        if HAS_SOFTCAP:
-            # tanh by way of exp2, which every Triton has; exact at both ends
-            s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
-            s = s * (softcap * LOG2E)
-        else:
-            s = s * score_scale
-        if HAS_ALIBI:
-            s += slope[:, None] * (token[None, :] - row_position[:, None]).to(tl.float32)
-        if MASKED:
-            seen = (token[None, :] <= row_position[:, None]) & (token[None, :] < end)
-            if HAS_WINDOW:
-                seen = seen & (token[None, :] > row_position[:, None] - window)
-            s = tl.where(seen, s, float("-inf"))
-            inside = (token >= first) & (token < end)
-            v = tl.where(inside[:, None], v, tl.zeros_like(v))
 
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = m_new
-        if MASKED:  # a row that has seen nothing yet: −inf − −inf is NaN
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + tl.dot(p.to(DOT_TYPE), v, allow_tf32=False)
-        m = m_new
-    return acc, m, total, bad
+@triton.jit
+def walk(
+    q0, q1, q2, q3, acc, acc_high, m, total, bad, start, stop, first, end, row_position, slope,
+    key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
+    K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
+    X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Fold the tiles from `start` up to `stop`; the state is as `fold` has it.
+
+    Tiles to be masked are few, and pipelined their values would need shared memory twice, before
+    and after the mask: more than the other loop has, so that fewer programs were resident.
+    """
+    if MASKED:
+        for tile_start in unpipelined(start, stop, TILE, num_stages=1):
+            acc, acc_high, m, total, bad = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
+                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
+                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
+                DOT_TYPE, K_PARTS, WORDS,
+            )  # fmt: skip
+    else:
+        for tile_start in range(start, stop, TILE):
+            acc, acc_high, m, total, bad = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
+                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
+                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
+                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
+                DOT_TYPE, K_PARTS, WORDS,
+            )  # fmt: skip
+    return acc, acc_high, m, total, bad

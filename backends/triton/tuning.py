@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pagedattn.backends.protocol import Problem
+from pagedattn.backends.triton import eight_bit
 
 
 class Tiling(NamedTuple):
@@ -15,7 +16,8 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: float  # resident programs that the splits aim for
-    key_cube: bool  # load packed keys as [D/x, tokens, x], so that a warp reads whole runs
+    key_parts: int  # tiles of 1, 2 or 4 ranges of dimensions, in which keys are loaded
+    words: bool  # read eight-bit caches as 16-bit words, where their strides allow it
     min_tokens: int  # of a split: shorter ones cost more in the merge than they save
 
 
@@ -44,35 +46,71 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
     `work` is an upper bound of the tokens that all KV heads of all sequences walk together:
     where it is small, a program's latency counts and not how many bytes are in flight.
     """
-    size = padded(problem.head_dim) * max(2, problem.kv_dtype.itemsize)  # bytes of a token
+    words = takes_words(problem)
+    itemsize = 1 if words else max(2, problem.kv_dtype.itemsize)
     room = 32768 if roomy(problem.device) else 16384
 
     def tile(bytes_of_tile: int) -> int:
-        return _within(min(bytes_of_tile, room) // size, 16, 64)
+        tokens = min(bytes_of_tile, room) // (padded(problem.head_dim) * itemsize)
+        return _within(tokens, 16, 64)
 
-    whole = problem.head_dim == padded(problem.head_dim)
-    if num_rows > 16:
-        if problem.kv_layout == "packed":
-            return Tiling(tile(16384), 2 if num_rows == 32 else 4, 2, 2.0, False, 64)
-        return Tiling(tile(16384), 4, 2, 3.0, False, 64)
-    if problem.kv_dtype.itemsize == 1 and work > 8192:
-        return Tiling(tile(16384), 2, 2, 4.0, whole and problem.kv_layout == "packed", 64)
-    if problem.kv_layout == "packed" and work > 8192:
+    if problem.kv_layout == "packed":
+        if num_rows > 16:
+            parts = key_parts(problem, 128)
+            if num_rows == 32:
+                return Tiling(tile(8192), 2, 2, 4.0, parts, False, 64)
+            return Tiling(tile(16384), 4, 2, 2.0, parts, False, 64)
+        parts = key_parts(problem, 256)
+        if problem.kv_dtype.itemsize == 1 and work > 65536:
+            return Tiling(tile(8192), 1, 2, 8.0, parts, False, 64)
+        if problem.kv_dtype.itemsize == 1 and work > 8192:
+            return Tiling(tile(16384), 2, 2, 4.0, parts, False, 64)
+        if work > 65536:
+            return Tiling(tile(8192), 1, 1, 8.0, parts, False, 64)
+        if work > 8192:
+            return Tiling(tile(16384), 2, 1, 4.0, parts, False, 64)
+        return Tiling(tile(32768), 4, 2, 2.0, parts, False, 64)
+    parts = 2 if words else 1
+    if num_rows == 16 and work > 8192:
+        if problem.kv_dtype.itemsize == 1:
+            return Tiling(tile(16384), 2, 2, 4.0, parts, words, 64)
         if work <= 65536:
-            return Tiling(tile(16384), 2, 1, 4.0, whole, 64)
-        return Tiling(tile(8192), 1, 2, 4.0, whole, 64)
-    if 8192 < work <= 65536:
-        return Tiling(tile(16384), 4, 2, 3.0, False, 64)
-    return Tiling(tile(32768), 4, 2, 2.0, False, 64)
+            return Tiling(tile(16384), 4, 2, 3.0, parts, words, 64)
+    return Tiling(tile(32768), 4, 2, 2.0, parts, words, 64)
+
+
+def key_parts(problem: Problem, bytes_of_part: int) -> int:
+    """Parts of so many bytes that a token's packed key has, at most 4.
+
+    With 256 or fewer a warp reads two tokens' 16 bytes side by side, or more.
+    """
+    size = padded(problem.head_dim) * problem.kv_dtype.itemsize
+    return _within(size // bytes_of_part, 1, 4)
+
+
+def takes_words(problem: Problem) -> bool:
+    """Whether eight-bit caches are read as words: packed ones took longer that way."""
+    size = problem.head_dim
+    return (
+        eight_bit.AVAILABLE
+        and problem.kv_layout != "packed"
+        and problem.kv_dtype.itemsize == 1
+        and problem.dtype != torch.float32
+        and size == padded(size)
+        and size >= 32
+    )
 
 
 def prefill_tiling(problem: Problem) -> Tiling:
     """Measured on an H200 at 24/4/256 in bf16."""
+    words = takes_words(problem)
+    parts = 2 if words else 1
     if not roomy(problem.device):
-        return Tiling(_within(16384 // (2 * padded(problem.head_dim)), 16, 64), 4, 1, 1.0, False, 0)
+        tile = _within(16384 // (2 * padded(problem.head_dim)), 16, 64)
+        return Tiling(tile, 4, 1, 1.0, parts, words, 0)
     if problem.dtype == torch.float32 or padded(problem.head_dim) > 256:
-        return Tiling(32, 8, 1, 1.0, False, 0)
-    return Tiling(64, 8, 1 if problem.kv_layout == "packed" else 2, 1.0, False, 0)
+        return Tiling(32, 8, 1, 1.0, 1, False, 0)  # words spill kilobytes
+    return Tiling(64, 8, 3, 1.0, parts, words, 0)
 
 
 def prefill_queries(problem: Problem) -> int:

@@ -258,6 +258,13 @@ T __shfl_down_sync(unsigned long long mask, T value, int by, int width = emulati
   return emulation::shuffle(mask, value, lane % width + by < width ? lane + by : lane);
 }
 
+/// Whether any lane's `value` is true, all lanes of the warp asking.
+inline int __any_sync(unsigned long long mask, int value) {
+  for (int offset = 1; offset < emulation::warp_size; offset *= 2)
+    value |= __shfl_xor_sync(mask, value, offset);
+  return value != 0;
+}
+
 template <class T>
 T atomicAdd(T* address, T value) {  // fibres do not switch here
   const T old = *address;

@@ -136,6 +136,51 @@ inline void bulk_copy(void* shared, const void* global, int bytes, copy_barrier*
     emulation::tell("a copy of more bytes than its phase expects");
 }
 
+/// What the map's words hold here.
+struct alignas(64) tensor_map {
+  const unsigned char* base;
+  int64_t token_stride, head_stride, block_stride, num_heads, num_blocks;
+  int block_size, chunks, tokens;
+};
+
+/// `Rows` is what tensor_maps.cuh describes a cache by.
+template <class Rows>
+bool encode_map(tensor_map& map, const Rows& rows) {
+  for (const int64_t stride : {rows.token_stride, rows.head_stride, rows.block_stride})
+    if (stride <= 0 || stride % 16 != 0) return false;
+  map = {static_cast<const unsigned char*>(rows.base), rows.token_stride, rows.head_stride,
+         rows.block_stride, rows.num_heads, rows.num_blocks, rows.block_size, rows.chunks,
+         rows.tokens};
+  return true;
+}
+
+inline void prefetch_map(const tensor_map&) {}
+
+inline void tensor_copy(void* shared, const tensor_map& map, int token, int head, int block,
+                        copy_barrier* barrier) {
+  emulation::phase& p = emulation::phase_of(barrier);
+  unsigned char* const target = static_cast<unsigned char*>(shared);
+  if (!p.fenced) emulation::tell("a copy before the fence after its barrier's initialisation");
+  if (reinterpret_cast<uintptr_t>(target) % 1024 != 0)
+    emulation::tell("a swizzled copy to an address that is no multiple of 1024");
+  if (token < 0 || token + map.tokens > map.block_size || head < 0 || head >= map.num_heads ||
+      block < 0 || block >= map.num_blocks)
+    return emulation::tell("a copy from outside the tensor map");
+  const unsigned char* const source =
+      map.base + block * map.block_stride + head * map.head_stride + token * map.token_stride;
+  for (int chunk = 0; chunk < map.chunks; ++chunk)
+    for (int t = 0; t < map.tokens; ++t)
+      for (int piece = 0; piece < 8; ++piece) {
+        const int row = chunk * map.tokens + t;
+        emulation::start_copy(p.copies, {target + row * 128 + (piece ^ (row & 7)) * 16,
+                                         source + t * map.token_stride + chunk * 128 + piece * 16,
+                                         16});
+      }
+  p.started += map.chunks * map.tokens * 128;
+  if (p.pending == 0 && p.started > p.expected)
+    emulation::tell("a copy of more bytes than its phase expects");
+}
+
 inline void copy_16(void* shared, const void* global) {
   emulation::start_copy(emulation::groups[emulation::current].open,
                         {static_cast<unsigned char*>(shared), global, 16});

@@ -17,7 +17,7 @@ constexpr size_t SHARED_BYTES = 228 * 1024;
 constexpr size_t MOST_DYNAMIC_BYTES = 227 * 1024;     // of a block, on sm_90
 constexpr size_t UNASKED_DYNAMIC_BYTES = 48 * 1024;  // more must be asked for
 
-alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+alignas(1024) inline unsigned char shared_memory[SHARED_BYTES];
 inline size_t dynamic_bytes = 0;  // of the launch that is running
 inline std::map<void (*)(), size_t> most_dynamic_bytes;
 inline int capability = 9, multiprocessors = 4;

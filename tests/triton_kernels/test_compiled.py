@@ -1,11 +1,12 @@
-"""The decode kernels compiled for GPUs that are not here: what they need of registers and shared
-memory."""
+"""The kernels compiled for GPUs that are not here: the registers and shared memory they take."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,15 @@ SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 # bytes of stack at most: a few registers; what spills in earnest takes hundreds
 STACK_LIMIT = {80: 32, 86: 32, 89: 32, 90: 8}
 _TYPES = {torch.float16: ("fp16", tl.float16), torch.bfloat16: ("bf16", tl.bfloat16)}
+_EIGHT_BIT = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int8: "i8"}
 
 
 def _strides(layout: KVLayout, p: Problem) -> dict[str, int]:
     kv, d, bs = p.num_kv_heads, p.head_dim, p.block_size
+    x = 16 // p.kv_dtype.itemsize
     if layout == "packed":
         return {
-            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": 8, "K_CHUNK": bs * 8, "X": 8,
+            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": x, "K_CHUNK": bs * x, "X": x,
             "V_BLOCK": kv * d * bs, "V_HEAD": d * bs, "V_TOKEN": 1, "V_DIM": bs,
         }  # fmt: skip
     return {
@@ -51,33 +54,48 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
         "GROUP": p.group, "ROWS": tuning.rows(p.group, queries), "TILE_QUERIES": queries,
         "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": False, "HAS_ALIBI": False,
         "HAS_SINKS": False, "K_SCALES": 0, "V_SCALES": 0, "HAS_LSE": False, "PARTIAL": True,
-        "V_RUN": 8 if p.kv_layout == "packed" else 1, "DOT_TYPE": _TYPES[p.dtype][1],
-        "K_CUBE": tiling.key_cube, "OVERLAP": False,
+        "V_RUN": 16 // p.kv_dtype.itemsize if p.kv_layout == "packed" else 1,
+        "DOT_TYPE": _TYPES[p.dtype][1], "K_PARTS": tiling.key_parts, "WORDS": tiling.words,
+        "OVERLAP": False,
     }  # fmt: skip
 
 
-def _compile(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
-    """Compile the decode kernel: bytes of stack (spills) and of shared memory.
+def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
+    with _roomy(capability):
+        tiling = tuning.decode_tiling(p, tuning.rows(p.group, queries), work)
+    return _compile(kernels.decode, p, queries, capability, tiling)
 
-    `tuning` would ask a device that is here; the one meant is not.
-    """
+
+def _compile_prefill(p: Problem, capability: int) -> tuple[int, int]:
+    with _roomy(capability):
+        tiling, queries = tuning.prefill_tiling(p), tuning.prefill_queries(p)
+    return _compile(kernels.prefill, p, queries, capability, tiling)
+
+
+@contextlib.contextmanager
+def _roomy(capability: int) -> Iterator[None]:
+    """`tuning` would ask a device that is here; the one meant is not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "roomy", lambda _: capability in (80, 90))
-        return _compile_decode(p, queries, capability, work)
+        yield
 
 
-def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
-    tiling = tuning.decode_tiling(p, tuning.rows(p.group, queries), work)
-    constants = _constants(p, tiling, queries)
+def _compile(
+    kernel: Any, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
+) -> tuple[int, int]:
+    """Bytes of stack (spills) and of shared memory that a kernel takes."""
+    constants = {k: v for k, v in _constants(p, tiling, queries).items() if k in kernel.arg_names}
     name = _TYPES[p.dtype][0]
     signature: dict[str, str] = {}
-    for parameter in kernels.decode.arg_names:
+    for parameter in kernel.arg_names:
         if parameter in constants:
             signature[parameter] = "constexpr"
-        elif parameter in ("query_ptr", "key_ptr", "value_ptr"):
+        elif parameter in ("key_ptr", "value_ptr"):
+            signature[parameter] = "*" + _EIGHT_BIT.get(p.kv_dtype, name)
+        elif parameter == "query_ptr":
             signature[parameter] = f"*{name}"
         elif parameter == "out_ptr":
-            signature[parameter] = "*fp32"
+            signature[parameter] = "*fp32" if kernel is kernels.decode else f"*{name}"
         else:
             floats = ("scale", "softcap", "v_scale")
             kind = "fp32" if parameter in floats else "i32"
@@ -85,7 +103,7 @@ def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tup
     names = list(signature)
     aligned = ("query_ptr", "key_ptr", "value_ptr", "out_ptr")
     source = ASTSource(
-        kernels.decode,
+        kernel,
         signature,
         constexprs={(names.index(k),): v for k, v in constants.items()},
         attrs={(names.index(k),): [["tt.divisibility", 16]] for k in aligned},
@@ -114,9 +132,23 @@ def test_reference_problem_fits_and_hardly_spills(
     capability: int, layout: KVLayout, queries: int, work: int
 ) -> None:
     problem = Problem("cuda:0", torch.float16, torch.float16, 24, 4, 256, 16, kv_layout=layout)
-    stack, shared = _compile(problem, queries, capability, work)
+    stack, shared = _compile_decode(problem, queries, capability, work)
     assert stack <= STACK_LIMIT[capability]
     assert shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("kv_dtype", _EIGHT_BIT, ids=str)
+def test_eight_bit_caches_fit_and_hardly_spill(
+    capability: int, layout: KVLayout, kv_dtype: torch.dtype
+) -> None:
+    if capability == 80 and kv_dtype == torch.float8_e4m3fn:
+        pytest.skip("Triton has the type from 8.9 on")
+    problem = Problem("cuda:0", torch.float16, kv_dtype, 24, 4, 256, 16, kv_layout=layout)
+    stack, shared = _compile_decode(problem, 1, capability, 1 << 20)
+    assert stack <= 32
+    assert shared <= 44 << 10  # four programs fit a multiprocessor of 9.0
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
@@ -125,5 +157,18 @@ def test_other_head_sizes_fit(capability: int, head_dim: int) -> None:
     problem = Problem(
         "cuda:0", torch.bfloat16, torch.bfloat16, 32, 8, head_dim, 16, kv_layout="NHD", window=True
     )
-    _, shared = _compile(problem, 1, capability, 1 << 20)
+    _, shared = _compile_decode(problem, 1, capability, 1 << 20)
+    assert shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMIT)
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_prefill_fits(capability: int, layout: KVLayout, kv_dtype: torch.dtype) -> None:
+    problem = Problem(
+        "cuda:0", torch.bfloat16, kv_dtype, 24, 4, 256, 16, kv_layout=layout, varlen_query=True
+    )
+    stack, shared = _compile_prefill(problem, capability)
+    if capability == 90:
+        assert stack <= 128
     assert shared <= SHARED_LIMIT[capability]

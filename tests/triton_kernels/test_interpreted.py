@@ -69,6 +69,32 @@ def test_eight_bit_caches(kv: str, scales: Any) -> None:
     _judge(replace(BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_scales=scales))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_eight_bit_caches_as_words(layout: KVLayout, kv: str) -> None:
+    kv_dtype = getattr(torch, kv)
+    problem = replace(
+        BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_layout=layout, head_dim=64,
+        kv_scales="float", window=True, varlen_query=True,
+    )  # fmt: skip
+    assert tuning.takes_words(problem)
+    _judge(problem)
+
+
+def test_eight_bit_caches_that_no_word_fits() -> None:
+    problem = replace(BASE, dtype=torch.float16, kv_dtype=torch.int8, block_size=1)
+    _judge(replace(problem, kv_layout="packed"))
+    _judge(replace(problem, kv_layout="NHD", head_dim=80))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_keys_in_parts(dtype: torch.dtype, parts: int, head_dim: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tuning, "key_parts", lambda *_: parts)
+    _judge(replace(BASE, dtype=dtype, kv_dtype=dtype, kv_layout="packed", head_dim=head_dim))
+
+
 @pytest.mark.parametrize("group", [1, 2, 5, 7, 8, 12, 24, 48])
 def test_groups(group: int) -> None:
     _judge(replace(BASE, num_heads=group, num_kv_heads=1, varlen_query=True))
@@ -157,6 +183,36 @@ def test_tokens_of_no_sequence_at_all() -> None:
     assert bool((call.lse == -math.inf).all())
 
 
+def test_what_a_call_leaves_serves_others_of_its_shapes_and_no_other_bounds() -> None:
+    problem = replace(BASE, kv_layout="HND")
+    runner = TritonBackend().load(problem)
+    kept: dict[Any, Any] = {}
+    plans = []
+    # a plan of 64 tokens makes NaN of 700; one of 700 has another kernel than one of 64
+    for length, bound in ((60, 64), (50, 64), (700, 704), (60, 64), (60, 704)):
+        call = replace(_long_call(None, 700), max_seq_len=bound, plans=kept)
+        call.seq_lens.fill_(length)
+        runner(call)
+        plans.append(kept[runner, bound, 1, "all"])
+        error, lse_error = verify.errors(call, verify.oracle(call, problem))
+        assert error < 1e-5
+        assert lse_error < 1e-5
+    assert plans[0] is plans[1] is plans[3]
+    assert len(kept) == 2
+
+
+def test_misaligned_tensors_neither_use_nor_leave_a_plan() -> None:
+    problem = replace(BASE, kv_layout="HND")
+    runner = TritonBackend().load(problem)
+    call = _long_call(None, 60)
+    kept = {(runner, call.max_seq_len, 1, "all"): "none that runs"}
+    call.plans = dict(kept)
+    moved = torch.empty(call.value_cache.numel() + 1)[1:].view_as(call.value_cache)
+    runner(replace(call, value_cache=moved.copy_(call.value_cache)))
+    assert call.plans == kept
+    assert verify.errors(call, verify.oracle(call, problem))[0] < 1e-5
+
+
 def test_case_22_no_length_or_batch_makes_a_new_kernel() -> None:
     problem = replace(BASE, kv_layout="HND")
     runner = TritonBackend().load(problem)
@@ -168,7 +224,7 @@ def test_case_22_no_length_or_batch_makes_a_new_kernel() -> None:
 
 
 def test_splits_follow_the_device_and_the_work() -> None:
-    tiling = tuning.Tiling(64, 4, 2, 2.0, False, 64)
+    tiling = tuning.Tiling(64, 4, 2, 2.0, 1, False, 64)
     assert tuning.split_count(1000, 100_000, "cpu", tiling) == 1
     assert tuning.split_count(1, 64, "cpu", tiling) == 1
     assert 1 < tuning.split_count(1, 100_000, "cpu", tiling) <= tuning.MAX_SPLITS

@@ -1,0 +1,90 @@
+"""How a call's keys are split over the device. From bounds that the host knows: no length is
+read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagedattn.backends.protocol import Call, Problem
+
+#: tokens of a partition in the batch-invariant mode: fixed, so that a row's are its own
+INVARIANT_TOKENS = 2048
+
+# the portable kernel, as in csrc/sequence_span.cuh and csrc/portable_decode.cuh
+TILE = 64  # tokens: a partition is a whole number of tiles
+MAX_SPLITS = 256  # more would make the merge outweigh what they gain
+RESIDENT = 3  # blocks that a multiprocessor holds at a time
+WAVES = 4  # of blocks that follow one another, at most: a part-filled last one is waste
+FULL = 0.9  # of the places of all waves taken is good enough
+MIN_TOKENS = 128  # of a partition: shorter ones cost more in the merge than they save
+_PORTABLE_ROWS = 8  # of a block
+
+# the tuned kernel, as in csrc/tuned_item.cuh
+ITEM = 16  # tokens that a warp takes at a time
+TILE_ROWS = 8  # query rows of a team
+#: bytes in flight that saturate a multiprocessor's share of an H200's memory, measured: with more,
+#: one long sequence takes longer, as more has to drain in the end
+_BYTES_IN_FLIGHT = 65536
+
+
+class Partition(NamedTuple):
+    splits: int  # that the grid and the workspace hold
+    tokens: int  # of each; 0: the kernel shares the keys out evenly
+    team: int = 0  # warps of the tuned kernel that share a partition; 0: the portable kernel
+
+
+def portable(call: Call, problem: Problem, multiprocessors: int) -> Partition:
+    """For the portable kernel: some blocks of 128 threads for each multiprocessor."""
+    tokens = max(1, call.max_seq_len)
+    if call.batch_invariant:
+        return Partition(-(-tokens // INVARIANT_TOKENS), INVARIANT_TOKENS)
+    if call.window is not None:
+        tokens = min(tokens, call.window + call.max_query_len + TILE)
+    if call.num_splits is not None:
+        return Partition(max(1, min(call.num_splits, -(-tokens // TILE))), 0)
+    rows = max(1, problem.group * call.max_query_len)
+    tiles = -(-rows // min(_PORTABLE_ROWS, rows))
+    groups = max(1, call.seq_lens.shape[0] * problem.num_kv_heads * tiles)
+    most = min(-(-tokens // MIN_TOKENS), MAX_SPLITS)
+    return Partition(max(1, min(_filling(multiprocessors * RESIDENT, groups), most)), 0)
+
+
+def _filling(places: int, groups: int) -> int:
+    """Into how many partitions each of `groups` goes so that few places of the waves stay empty."""
+    best, best_share = 1, 0.0
+    for waves in range(1, WAVES + 1):
+        splits = places * waves // groups
+        share = splits * groups / (places * waves)
+        if share > best_share:
+            best, best_share = splits, share
+        if share >= FULL:
+            break
+    return max(1, best)
+
+
+def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Partition:
+    """For the tuned kernel, whose blocks have `warps`: what the device runs at a time is shared out
+    evenly, so that all of it finishes together.
+
+    A team within a block merges in shared memory, several partitions through the workspace.
+    """
+    tokens = max(1, call.max_seq_len)
+    if call.batch_invariant:
+        return Partition(-(-tokens // INVARIANT_TOKENS), INVARIANT_TOKENS, warps)
+    if call.window is not None:
+        tokens = min(tokens, call.window + call.max_query_len + ITEM)
+    items = -(-tokens // ITEM)
+    if call.num_splits is not None:
+        return Partition(max(1, min(call.num_splits, -(-items // warps))), 0, warps)
+    tiles = max(1, -(-problem.group * call.max_query_len // TILE_ROWS))
+    units = max(1, call.seq_lens.shape[0] * problem.num_kv_heads * tiles)
+    item_bytes = 2 * ITEM * problem.head_dim * problem.kv_dtype.itemsize
+    # of a multiprocessor; more than four of small heads' need not fit
+    blocks = min(max(1, _BYTES_IN_FLIGHT // (item_bytes * warps)), 4)
+    if units >= blocks * multiprocessors:  # none is split, and a second block fills the gaps
+        blocks = max(2, blocks)
+    workers = max(1, min(items, blocks * multiprocessors * warps // units))
+    if workers >= warps:
+        return Partition(workers // warps, 0, warps)
+    team = 1 << (workers.bit_length() - 1)
+    return Partition(1, 0, team)
