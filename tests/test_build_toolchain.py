@@ -79,6 +79,23 @@ def test_nvcc_command_line() -> None:
     assert not [part for part in command if part.startswith("--cuda-")]
 
 
+@pytest.mark.parametrize(
+    ("arch", "version", "tuned"),
+    [
+        ("sm_80", "12.0", "80"), ("sm_90", "13.0", "90"), ("sm_90a", "12.4", "90"),
+        ("sm_80", "11.8", ""), ("sm_90", "11.8", ""), ("sm_86", "13.0", ""),
+        ("sm_100", "13.0", ""), ("sm_120", "13.0", ""), ("sm_75", "12.0", ""),
+    ],
+)  # fmt: skip
+def test_tuned_kernels_where_device_and_compiler_have_the_instructions(
+    arch: str, version: str, tuned: str
+) -> None:
+    compiler = CompilerFacts("nvcc", "/c/bin/nvcc", "/c", version=version, confirmed=True)
+    flags = Toolchain(compiler, arch).flags(SPEC)
+    found = [flag.partition("=")[2] for flag in flags if flag.startswith("-DPAGEDATTN_TUNED")]
+    assert found == [tuned] * bool(tuned)
+
+
 def test_compiler_for_other_devices(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="ivcore10 is an Iluvatar"):
         toolchains.find(probe(nvidia().sources(tmp_path)), "ivcore10")

@@ -37,7 +37,8 @@ class Toolchain:
         if self.compiler.kind == "nvcc":
             # its own runtime, linked in: whichever torch brings, the binary fits
             target = ("-gencode", f"arch={_virtual(self.arch)},code={self.arch}")
-            return (*common, "-Xcompiler", "-fPIC", *target, "-cudart=static", *spec.macros())
+            kinds = (*_tuned(self.arch, self.compiler.version), *spec.macros())
+            return (*common, "-Xcompiler", "-fPIC", *target, "-cudart=static", *kinds)
         root = self.compiler.root
         return (
             *common,
@@ -60,6 +61,20 @@ class Toolchain:
     def environment(self) -> dict[str, str]:
         """What to start the compiler in."""
         return environment(self.compiler, os.environ)
+
+
+def tuned_for(arch: str) -> str | None:
+    """The tuned kernels' variant that is for `arch`, if there is one: "80" or "90"."""
+    found = re.fullmatch(r"sm_(80|90)a?", arch)
+    return found[1] if found else None
+
+
+def _tuned(arch: str, version: str | None) -> tuple[str, ...]:
+    """The option that adds the tuned kernels, where nvcc knows what they are written with (tensor
+    maps, bulk copies: CUDA 12)."""
+    variant = tuned_for(arch)
+    is_old = version is not None and int(version.split(".")[0]) < 12
+    return (f"-DPAGEDATTN_TUNED={variant}",) if variant and not is_old else ()
 
 
 def _virtual(arch: str) -> str:

@@ -223,6 +223,18 @@ def test_case_15_an_id_outside_the_cache_makes_its_own_sequence_nan(
 
 @every_place
 @every_layout
+@pytest.mark.parametrize("position", [0, 5, 9])
+def test_case_15_an_id_outside_the_cache_makes_a_long_chunk_nan_whole(
+    place: Place, layout: KVLayout, position: int
+) -> None:
+    """Also the query tokens that stand before the block."""
+    scene = make_scene([20, 150, 33], query_lens=[1, 140, 2])
+    paged = _corrupted(scene, layout, place, [position], -1)
+    assert_right(run(scene, place, paged=paged), scene, nan_sequences=[1])
+
+
+@every_place
+@every_layout
 @BAD_IDS
 @CHUNKS
 def test_case_15_ids_wholly_behind_the_window_are_never_followed(

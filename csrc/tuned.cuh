@@ -1,0 +1,123 @@
+// The tuned kernels' entry: whether they serve a call as it lies in memory, and their launch.
+#pragma once
+
+#include <atomic>
+
+#include "alignment.cuh"
+#include "kernel_launch.cuh"
+#include "tuned_merge.cuh"
+
+namespace pagedattn {
+
+constexpr bool TUNED_TYPES =
+    QUERY_TYPE != PA_F32 && KV_TYPE != PA_F32 && (!WIDE || KV_TYPE == QUERY_TYPE);
+constexpr bool TUNED_CLASS = TUNED_TYPES && HEAD_DIM % 16 == 0;
+
+/// The packed layout, a block's keys and values of a head each one dense run.
+inline bool lies_packed(const pagedattn_params& p) {
+  return (1 << p.key_pack_shift) == CHUNK && p.key_token_stride == CHUNK &&
+         p.key_chunk_stride == BLOCK_SIZE * CHUNK && p.value_token_stride == 1 &&
+         p.value_dim_stride == BLOCK_SIZE;
+}
+
+inline bool lies_in_rows(const pagedattn_params& p) {
+  return p.key_pack_shift == 30 && p.value_dim_stride == 1 &&
+         aligned(16, KV_BYTES, nullptr, p.key_token_stride, p.value_token_stride);
+}
+
+inline bool lies_aligned(const pagedattn_params& p) {
+  return aligned(16, KV_BYTES, p.key_cache, p.key_block_stride, p.key_head_stride) &&
+         aligned(16, KV_BYTES, p.value_cache, p.value_block_stride, p.value_head_stride) &&
+         aligned(4, 2, p.query, p.query_token_stride, p.query_head_stride) &&
+         aligned(8, 2, p.out, p.out_token_stride, p.out_head_stride);
+}
+
+/// Launch; `after` lets the kernel start while the one before it in the stream still runs.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_tuned(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared,
+                         bool after, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = after && PAGEDATTN_TUNED >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+/// How the copy engine finds the rows; false where it cannot.
+inline bool describe(cache_maps& maps, const pagedattn_params& p) {
+  cache_rows rows = {};
+  rows.num_heads = p.num_kv_heads, rows.num_blocks = p.num_blocks;
+  rows.block_size = BLOCK_SIZE, rows.chunks = LINES, rows.element = KV_BYTES, rows.tokens = PART;
+  cache_rows keys = rows, values = rows;
+  keys.base = p.key_cache, values.base = p.value_cache;
+  keys.token_stride = p.key_token_stride * KV_BYTES;
+  keys.head_stride = p.key_head_stride * KV_BYTES;
+  keys.block_stride = p.key_block_stride * KV_BYTES;
+  values.token_stride = p.value_token_stride * KV_BYTES;
+  values.head_stride = p.value_head_stride * KV_BYTES;
+  values.block_stride = p.value_block_stride * KV_BYTES;
+  return encode_map(maps.of[0], keys) && encode_map(maps.of[1], values);
+}
+
+namespace {
+/// Have the current device allow what the kernel needs of shared memory; asked of each once.
+/// Unnamed, as the loader would give all libraries of a process one `allowed` otherwise, though
+/// each has a kernel of its own.
+template <kv_order ORDER>
+cudaError_t allow_shared() {
+  static std::atomic<uint64_t> allowed{0};
+  int device = 0;
+  cudaError_t code = cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (code != cudaSuccess || (allowed.load() & bit)) return code;
+  code = cudaFuncSetAttribute(tuned_decode_kernel<ORDER>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              tuned_memory<ORDER>::BYTES);
+  if (code == cudaSuccess) allowed |= bit;
+  return code;
+}
+}  // namespace
+
+template <kv_order ORDER>
+int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+  constexpr int shared = tuned_memory<ORDER>::BYTES;
+  const int64_t tiles = (static_cast<int64_t>(p.max_query_len) * GROUP + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads, parts = tiles * p.num_splits;
+  const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads * MERGE_PARTS;
+  if (rows > MOST_BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts))
+    return PAGEDATTN_REFUSED;
+  cache_maps maps = {};
+  if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
+  cudaError_t code = allow_shared<ORDER>();
+  if (code != cudaSuccess) return code;
+  const int teams = TUNED_WARPS / p.team;
+  const int64_t blocks = (pairs * parts + teams - 1) / teams;
+  if (blocks > 0) {
+    code = launch_tuned(tuned_decode_kernel<ORDER>, blocks, TUNED_THREADS, shared, false, stream, p, maps);
+    if (code != cudaSuccess) return code;
+  }
+  if (!p.query_start_loc && p.num_splits == 1) return cudaSuccess;  // written already
+  return launch_tuned(tuned_merge_kernel, rows, MERGE_THREADS, 0, blocks > 0, stream, p);
+}
+
+/// 0, an error, or PAGEDATTN_REFUSED where the call's memory does not lie as these kernels need it.
+inline int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+  if constexpr (TUNED_CLASS) {
+    if (p.team < 1 || TUNED_WARPS % p.team != 0 || p.num_splits < 1 ||
+        p.tokens_per_split % ITEM != 0 || !lies_aligned(p))
+      return PAGEDATTN_REFUSED;
+    constexpr kv_order IN_ROWS = item_place<ROWS>::SERVED ? ROWS : SWIZZLED;
+    if (lies_in_rows(p)) return run_tuned<IN_ROWS>(p, stream);
+    if constexpr (item_place<PACKED>::SERVED)
+      if (lies_packed(p)) return run_tuned<PACKED>(p, stream);
+  }
+  return PAGEDATTN_REFUSED;
+}
+
+}  // namespace pagedattn

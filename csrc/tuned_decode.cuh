@@ -1,0 +1,158 @@
+// Phase 1 on the tensor cores: a warp walks its own items, with no barrier between warps until the
+// end, where the warps of a team (1 to all of a block's) merge what they have found.
+//
+// A team has one (sequence, KV head, tile of 8 query rows, partition). Where a sequence has one
+// partition the result is written here, and no merge follows.
+#pragma once
+
+#include "tuned_results.cuh"
+
+namespace pagedattn {
+
+/// A warp's walk over its items: the next one's copies are under way while one is folded in.
+template <kv_order ORDER>
+struct item_walk {
+  using shape = item<ORDER>;
+
+  item_place<ORDER> place;
+  item_blocks blocks;
+  int first, end;  // the keys that some query sees
+  int count;       // items
+  bool bad;        // one of them lies in a block that is not in the cache
+  int lane;
+  int32_t block[PARTS];  // of the item whose copies were started last
+
+  /// Which of the sequence's items are a warp's. The table is asked for at once: that does not
+  /// depend on the length, unless a window does.
+  PA_DEVICE void ask(const pagedattn_params& p, const team_work& work, int rank) {
+    const bool fixed = p.tokens_per_split > 0;  // partitions of one size, one behind the other
+    blocks.table = p.block_tables + work.sequence * p.table_stride;
+    blocks.max_blocks = p.max_blocks;
+    blocks.first = work.split * (fixed ? p.tokens_per_split / ITEM : p.team) + rank;
+    blocks.step = fixed ? p.team : p.num_splits * p.team;
+    if (p.window > 0) blocks.first += span_of(p, work.sequence).first / ITEM;
+    blocks.read(blocks.now, lane);
+  }
+
+  PA_DEVICE void begin(const pagedattn_params& p, const team_work& work, const sequence_span& span) {
+    first = span.first, end = span.end;
+    int items = ceil_div(end, ITEM);
+    if (p.tokens_per_split > 0)
+      items = smaller(items, first / ITEM + (work.split + 1) * (p.tokens_per_split / ITEM));
+    if (work.row_tile * TILE_ROWS >= span.query_len * GROUP) items = 0;
+    const unsigned left = max(items - blocks.first, 0), step = blocks.step;
+    count = (left + step - 1) / step;
+    bad = count > 0 && p.num_blocks == 0;
+    if (bad) count = 0;
+    if (count > 32) blocks.read(blocks.later, lane + 32);
+    if (count == 0) return;
+    find(p, 0);
+    start(0, 0);
+    start(0, 1);
+  }
+
+  PA_DEVICE int first_key(int n) const { return (blocks.first + n * blocks.step) * ITEM; }
+
+  /// The n-th item's blocks; one that no query sees is not followed.
+  PA_DEVICE void find(const pagedattn_params& p, int n) {
+    blocks.get(block, n, lane);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const int from = first_key(n) + part * PART;
+      const bool needed = from < end && from + PART > first;
+      const bool known = block[part] >= 0 && block[part] < p.num_blocks;
+      bad = bad || (needed && !known);
+      if (!needed || !known) block[part] = 0;
+    }
+  }
+
+  PA_DEVICE void start(int n, int side) { place.start(side, first_key(n), block); }
+
+  /// Fold the n-th item into `mine`. `clear`: every row sees all of its keys.
+  PA_DEVICE void fold(warp_state& mine, const pagedattn_params& p, const column_scoring& scoring,
+                      const unsigned (&query)[STEPS][2], int n, bool clear) {
+    const bool more = n + 1 < count;
+    float score[4];
+    place.wait(n, 0);
+    shape::key_scores(score, place.side_of(0), query, lane);
+    __syncwarp();  // every lane has read the keys
+    if (more) find(p, n + 1), start(n + 1, 0);
+    else place.start_nothing();
+
+    if (clear && scoring.plain()) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[i] *= scoring.row[0].scale * LOG2E;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        score[i] = scoring.row[i % 2](score[i],
+                                      first_key(n) + shape::token_of_row(lane / 4 + i / 2 * 8));
+    }
+    mine.weigh(score);
+    const unsigned weights[2] = {
+        transpose_matrix(pack_pair<QUERY_TYPE>(score[0], score[1])),
+        transpose_matrix(pack_pair<QUERY_TYPE>(score[2], score[3]))};
+
+    unsigned keep[2] = {~0u, ~0u};
+    place.wait(n, 1);
+    if (clear) {
+      shape::template add_values<false>(mine.acc, place.side_of(1), weights, keep, lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first_key(n) + shape::token_of_row(lane % 4 * 2 + i % 2 + i / 2 * 8);
+        if (key < first || key >= end) keep[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+      }
+      shape::template add_values<true>(mine.acc, place.side_of(1), weights, keep, lane);
+    }
+    __syncwarp();
+    if (more) start(n + 1, 1);
+    else place.start_nothing();
+  }
+};
+
+template <kv_order ORDER>
+__global__ void __launch_bounds__(TUNED_THREADS, 1)
+    tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps) {
+  PA_DYNAMIC_SHARED(memory);
+  __shared__ item_barriers barriers[TUNED_WARPS];
+  __shared__ attention_partial states[TUNED_WARPS][TILE_ROWS];
+  launch_dependents();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = warp % p.team;
+  team_work work = team_work::of(p, warp);
+  const bool exists = work.sequence < p.num_seqs;
+  if (!exists) work.sequence = 0;  // it takes part in the block's barrier alone
+
+  item_walk<ORDER> walk;
+  walk.lane = lane;
+  walk.ask(p, work, rank);
+  sequence_span span = span_of(p, work.sequence);
+  if (!exists) span.query_len = 0, span.end = 0;
+  walk.place = item_place<ORDER>::of(p, maps, memory + warp * tuned_memory<ORDER>::WARP_BYTES,
+                                     &barriers[warp], work.kv_head, lane);
+  walk.begin(p, work, span);
+
+  // behind the first copies, as they would delay them
+  unsigned query[STEPS][2];
+  load_query_tile<item<ORDER>>(query, p, span, work, lane);
+  const float scale = p.scale * scale_of(p.k_scale_value, p.k_scale, p.k_scale_count, work.kv_head);
+  const column_scoring scoring(p, span, work, scale, lane);
+  // keys that every row sees
+  const int clear_end = smaller(span.end, span.length - span.query_len + 1);
+  const int clear_first = p.window > 0 ? max(span.length - p.window, 0) : 0;
+  warp_state mine;
+  for (int n = 0; n < walk.count; ++n) {
+    const int key = walk.first_key(n);
+    walk.fold(mine, p, scoring, query, n, key >= clear_first && key + ITEM <= clear_end);
+  }
+
+  leave<ORDER>(reinterpret_cast<float*>(walk.place.memory), states[warp], mine, walk.bad, lane);
+  if (p.team > 1) __syncthreads();
+  else __syncwarp();
+  if (span.elsewhere) return;
+  const int leader = warp - rank;
+  merge_team<ORDER>(p, span, work, memory + leader * tuned_memory<ORDER>::WARP_BYTES,
+                    &states[leader], rank, lane);
+}
+
+}  // namespace pagedattn

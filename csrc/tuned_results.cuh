@@ -1,0 +1,129 @@
+// From the states of a team's warps to a row of the result, or of the workspace.
+#pragma once
+
+#include "portable_merge.cuh"
+#include "tuned_copies.cuh"
+#include "tuned_rows.cuh"
+
+namespace pagedattn {
+
+/// What a warp leaves in shared memory for its team's merge: [row][dimension], padded so that the
+/// lanes' stores fall into different banks.
+constexpr int LEFT_STRIDE = HEAD_DIM + 4;
+constexpr int LEFT_BYTES = TILE_ROWS * LEFT_STRIDE * 4;
+
+template <kv_order ORDER>
+struct tuned_memory {
+  static constexpr int ITEM_BYTES = item_place<ORDER>::BYTES;
+  static constexpr int MOST_BYTES = ITEM_BYTES > LEFT_BYTES ? ITEM_BYTES : LEFT_BYTES;
+  static constexpr int WARP_BYTES = ceil_div(MOST_BYTES, 1024) * 1024;  // for swizzled copies
+  static constexpr int BYTES = TUNED_WARPS * WARP_BYTES;
+};
+
+template <kv_order ORDER>
+PA_DEVICE void leave(float* left, attention_partial* states, warp_state& mine, bool bad, int lane) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2)
+      mine.sum[c] += __shfl_xor_sync(PA_ALL_LANES, mine.sum[c], offset);
+  if (lane < 4)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      states[lane * 2 + c] = bad ? poison() : attention_partial{mine.top[c], mine.sum[c]};
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      left[(lane % 4 * 2 + i % 2) * LEFT_STRIDE +
+           item<ORDER>::dim_of_row(step, lane / 4 + i / 2 * 8)] = mine.acc[step][i];
+}
+
+PA_DEVICE void add_scaled(float (&sum)[4], float factor, float4 v) {
+  sum[0] += factor * v.x, sum[1] += factor * v.y, sum[2] += factor * v.z, sum[3] += factor * v.w;
+}
+
+/// Four consecutive outputs of a row: its weighted values times `factor`; zeros where that is 0,
+/// whatever they are.
+PA_DEVICE void store_four(const pagedattn_params& p, const query_row& row, int dim,
+                          const float (&weighted)[4], float factor) {
+  float value[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) value[k] = factor == 0.0f ? 0.0f : weighted[k] * factor;
+  const uint2 bits = {pack_pair<QUERY_TYPE>(value[0], value[1]),
+                      pack_pair<QUERY_TYPE>(value[2], value[3])};
+  unsigned short* out = static_cast<unsigned short*>(p.out) + row.token * p.out_token_stride +
+                        row.head * p.out_head_stride + dim;
+  *reinterpret_cast<uint2*>(out) = bits;
+}
+
+/// What multiplies a row's weighted values in the end, its log-sum-exp written on the way.
+PA_DEVICE float finish_row(const pagedattn_params& p, const query_row& row, int kv_head,
+                           attention_partial state, bool writes_lse) {
+  const bool empty = state.sum == 0.0f;
+  float factor = 1.0f;
+  if (p.sinks && !empty) {
+    const combined with_sink = combine(state, {p.sinks[row.head] * LOG2E, 1.0f});
+    state = with_sink.state;
+    factor = with_sink.left;
+  }
+  if (p.lse && writes_lse)
+    p.lse[static_cast<int64_t>(row.token) * p.num_heads + row.head] =
+        empty ? minus_infinity() : (state.max_score + log2f(state.sum)) * LN2;
+  factor *= scale_of(p.v_scale_value, p.v_scale, p.v_scale_count, kv_head);
+  return empty ? 0.0f : factor / state.sum;
+}
+
+/// The team's warps merge what they have left, a row each at a time, and write it.
+template <kv_order ORDER>
+PA_DEVICE void merge_team(const pagedattn_params& p, const sequence_span& span,
+                          const team_work& work, const unsigned char* memory,
+                          const attention_partial (*states)[TILE_ROWS], int rank, int lane) {
+  constexpr int TURNS = ceil_div(HEAD_DIM, 128);  // four dimensions of a lane at a time
+  const bool final = !p.query_start_loc && p.num_splits == 1;
+  const partial_store store(p);
+#pragma unroll 2
+  for (int tile_row = rank; tile_row < TILE_ROWS; tile_row += p.team) {
+    const query_row row(p, span, work.kv_head, work.row_tile * TILE_ROWS + tile_row);
+    if (row.token < 0) break;  // nor are there any behind it
+    // of the team's warps, all at once: a chain of merges would cost a microsecond
+    attention_partial state = identity(), from[TUNED_WARPS];
+#pragma unroll
+    for (int w = 0; w < TUNED_WARPS; ++w) {
+      from[w] = w < p.team ? states[w][tile_row] : identity();
+      state.max_score = fmaxf(state.max_score, from[w].max_score);
+    }
+    float value[TURNS][4] = {};
+#pragma unroll
+    for (int w = 0; w < TUNED_WARPS; ++w) {
+      const float factor = weight_of(from[w].max_score, state.max_score);
+      state.sum += from[w].sum * factor;
+      const unsigned char* const left = memory + w * tuned_memory<ORDER>::WARP_BYTES;
+#pragma unroll
+      for (int turn = 0; turn < TURNS; ++turn) {
+        const int dim = turn * 128 + lane * 4;
+        if (w < p.team && dim < HEAD_DIM)
+          add_scaled(value[turn], factor,
+                     *reinterpret_cast<const float4*>(left + (tile_row * LEFT_STRIDE + dim) * 4));
+      }
+    }
+    if (span.refused) state = poison();
+    const float factor = final ? finish_row(p, row, work.kv_head, state, lane == 0) : 0.0f;
+    const int64_t place = store.place(
+        work.split, row.token + workspace_shift(p, span, work.sequence), row.head);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int dim = turn * 128 + lane * 4;
+      if (dim >= HEAD_DIM) break;
+      if (final) {
+        store_four(p, row, dim, value[turn], factor);
+      } else {
+        *reinterpret_cast<float4*>(store.values + place * HEAD_DIM + dim) =
+            make_float4(value[turn][0], value[turn][1], value[turn][2], value[turn][3]);
+      }
+    }
+    if (!final && lane == 0) store.states[place] = state;
+  }
+}
+
+}  // namespace pagedattn
