@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import _results
 import torch
@@ -25,6 +25,7 @@ from pagedattn.backends.protocol import KVLayout
 
 SHAPES = "1x100000,1x32768,1x8192,1x1024,8x32768,64x4096,128x1024,256x100"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+CASE_DEFAULTS = ("24/4/256", "8x32768", "packed,NHD", "fp16", "same", "1", "cuda,triton")
 KV_DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}
 
 
@@ -93,6 +94,34 @@ def error(out: Tensor, work: Work) -> float:
     return float((out[:count].double() - truth.double()).norm() / truth.double().norm())
 
 
+class Case(NamedTuple):
+    """What is measured: one problem on several backends."""
+
+    heads: str  # query heads/KV heads/head size
+    shape: str  # batch x context
+    layout: str
+    dtype: str
+    kv_dtype: str  # same, or an eight-bit type
+    queries: str
+    backends: str
+
+
+def cases(a: argparse.Namespace) -> list[Case]:
+    """Of ``--cases``, or the product of the other options."""
+    if not a.cases:
+        options = (a.heads, a.shapes, a.layouts, a.dtype, a.kv_dtype, a.queries)
+        made = product(*(text.split(",") for text in options))
+        return [Case._make((*one, a.backend)) for one in made]
+    found = []
+    for text in a.cases.split():
+        fields = (text.split(":") + [""] * 7)[:7]
+        named = [f or default for f, default in zip(fields, CASE_DEFAULTS, strict=True)]
+        *lists, backends = named
+        made = product(*(field.split(",") for field in lists))
+        found += [Case._make((*one, backends)) for one in made]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="torch", help="comma list")
@@ -103,40 +132,53 @@ def main() -> None:
     parser.add_argument("--heads", default="24/4/256", help="query/KV heads and head size")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--queries", default="1", help="query tokens of each sequence, comma list")
+    parser.add_argument(
+        "--cases",
+        help="in place of those, each heads:shapes:layouts:dtypes:kv-dtypes:queries:backends, "
+        "spaces between; a part left out is as above",
+    )
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument(
+        "--portable", action="store_true", help="the CUDA backend's portable kernel"
+    )
     parser.add_argument("--memory", action="store_true", help="measure the extra memory too")
     parser.add_argument("--check", type=int, default=32768, help="longest context to check in fp64")
     parser.add_argument("--what", default="decode", help="the last part of the file's name")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     a = parser.parse_args()
+    if a.portable:
+        use_portable_kernel()
     timer = Timer()
     limits = ceilings(timer)
     print({k: round(v, 2) for k, v in limits.items()})
     rows = []
-    num_heads, num_kv_heads, head_dim = (int(n) for n in a.heads.split("/"))
-    heads = (num_heads, num_kv_heads, head_dim)
-    for shape, layout, dtype, kv, queries in product(
-        a.shapes.split(","), a.layouts.split(","), a.dtype.split(","), a.kv_dtype.split(","),
-        a.queries.split(","),
-    ):  # fmt: skip
-        batch, context = (int(n) for n in shape.split("x"))
-        kv_dtype = DTYPES[dtype] if kv == "same" else getattr(torch, KV_DTYPES[kv])
-        work = make(batch, context, int(queries), heads, a.block, layout, DTYPES[dtype], kv_dtype)
-        for backend in a.backend.split(","):
+    for case in cases(a):
+        num_heads, num_kv_heads, head_dim = (int(n) for n in case.heads.split("/"))
+        batch, context = (int(n) for n in case.shape.split("x"))
+        dtype, kv, queries = DTYPES[case.dtype], case.kv_dtype, int(case.queries)
+        kv_dtype = dtype if kv == "same" else getattr(torch, KV_DTYPES[kv])
+        heads, layout = (num_heads, num_kv_heads, head_dim), cast(KVLayout, case.layout)
+        work = make(batch, context, queries, heads, a.block, layout, dtype, kv_dtype)
+        for backend in case.backends.split(","):
             row = measure(timer, work, backend, a, limits)
             row |= {
-                "backend": backend, "layout": layout, "dtype": dtype,
-                "kv_dtype": dtype if kv == "same" else kv, "num_heads": num_heads,
+                "backend": backend, "layout": layout, "dtype": case.dtype,
+                "kv_dtype": case.dtype if kv == "same" else kv, "num_heads": num_heads,
                 "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": a.block,
-                "batch": batch, "context": context, "query_len": int(queries),
+                "batch": batch, "context": context, "query_len": queries,
                 "features": ["batch_invariant"] if a.batch_invariant else [],
             }  # fmt: skip
+            if queries > 16:
+                row["tflops"] = (
+                    flops(batch, context, queries, num_heads, head_dim) / row["us_median"] / 1e6
+                )
+                row["percent_of_matrix"] = 100 * row["tflops"] / matrix_tflops(timer, limits)
             if context <= a.check:
                 row["rel_err"] = error(work.out, work)
             rows.append(row)
             print(
-                f"{backend:8} {layout:6} {dtype}/{kv} {shape:>9} q{queries}: "
-                f"{row['us_median']:8.1f} µs  {row['tbps']:.2f} TB/s  "
+                f"{backend:8} {case.heads:>9} {layout:6} {case.dtype}/{kv} {case.shape:>9} "
+                f"q{queries}: {row['us_median']:8.1f} µs  {row['tbps']:.2f} TB/s  "
                 f"{row['percent_of_read']:.0f} %  err {row.get('rel_err') or math.nan:.1e}  "
                 f"{row.get('variant') or ''}",
                 flush=True,
@@ -146,6 +188,28 @@ def main() -> None:
     print(_results.write(a.what, rows, device="cuda", ceilings=limits, folder=a.out))
 
 
+def flops(batch: int, context: int, queries: int, num_heads: int, head_dim: int) -> float:
+    """Of both products, over the keys that causal rows see."""
+    seen = queries * (context - queries) + queries * (queries + 1) / 2
+    return 4.0 * batch * seen * num_heads * head_dim
+
+
+def matrix_tflops(timer: Timer, limits: dict[str, float]) -> float:
+    """The device's bf16 matrix rate on random data, measured once and kept among the ceilings."""
+    if "matrix_tflops" not in limits:
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        limits["matrix_tflops"] = 2 * 8192**3 / timer.calls(lambda: a @ b)[0] / 1e6
+    return limits["matrix_tflops"]
+
+
+def use_portable_kernel() -> None:
+    """Have the CUDA backend refuse its tuned kernels, for this process."""
+    from pagedattn.backends.cuda import launch
+    from pagedattn.backends.cuda.abi import REFUSED
+
+    setattr(launch.CudaRunner, "tuned", lambda *_: REFUSED)  # noqa: B010 (a class's own method)
+
+
 def measure(
     timer: Timer, work: Work, backend: str, a: argparse.Namespace, limits: dict[str, float]
 ) -> dict[str, Any]:
@@ -153,6 +217,8 @@ def measure(
     work.run(backend, features)
     torch.cuda.synchronize()
     row: dict[str, Any] = {"l2": "cold", "graph": True}
+    if a.portable:
+        row["variant"] = "portable kernel"
     if a.memory:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -20,7 +20,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-SHAPES = ((1, 100_000), (1, 32_768), (1, 8_192), (1, 1_024), (8, 32_768), (64, 4_096), (128, 1_024))
+SHAPES = (
+    (1, 100_000), (1, 32_768), (1, 8_192), (1, 1_024), (8, 32_768), (64, 4_096), (128, 1_024),
+    (256, 100),
+)  # fmt: skip
 
 
 def newest(pattern: str) -> dict[str, Any] | None:
@@ -33,7 +36,7 @@ def newest(pattern: str) -> dict[str, Any] | None:
 
 def results() -> str:
     """The README's section, Markdown."""
-    parts = [_decode(), _cpu(), _overheads()]
+    parts = [_decode(), _more(), _plain_torch(), _gpu_overheads(), _cpu(), _overheads()]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -43,7 +46,7 @@ def _source(record: dict[str, Any]) -> str:
 
 
 def _decode() -> str:
-    record = newest("nvidia-h200-decode") or newest("nvidia-h200-torch-decode")
+    record = newest("nvidia-h200-decode")
     if record is None:
         return ""
     rows = [r for r in record["rows"] if r["dtype"] == "fp16" and r["query_len"] == 1]
@@ -65,6 +68,71 @@ def _decode() -> str:
         f"trivial kernel takes {limits['empty_graph_us']:.1f} µs).\n\n"
         + _table(lines)
         + f"\n\n{_source(record)}."
+    )
+
+
+def _more() -> str:
+    """Other sizes and types, a row a problem."""
+    record = newest("nvidia-h200-decode-more")
+    if record is None:
+        return ""
+    lines = [["heads", "work", "cache", "layout", "backend", "µs", ""], ["---"] * 7]
+    for r in record["rows"]:
+        queries = f", {r['query_len']:,} query tokens each" if r["query_len"] > 1 else ""
+        share = f"{r['percent_of_read']:.0f} % of the read ceiling"
+        if r.get("tflops"):
+            share = f"{r['percent_of_matrix']:.0f} % of the bf16 matrix rate"
+        lines.append([
+            f"{r['num_heads']}/{r['num_kv_heads']}/{r['head_dim']}",
+            f"{r['batch']} × {r['context']:,}{queries}",
+            r["kv_dtype"],
+            r["layout"],
+            f"`{r['backend']}`" + (f", {r['variant']}" if r.get("variant") else ""),
+            f"{r['us_median']:,.0f}",
+            share,
+        ])  # fmt: skip
+    return (
+        "Other sizes, types and kinds of work on the same kind of device "
+        f"({record['ceilings']['read_tbps']:.2f} TB/s in that run):\n\n"
+        + _table(lines)
+        + f"\n\n{_source(record)}."
+    )
+
+
+def _plain_torch() -> str:
+    record = newest("nvidia-h200-torch-decode")
+    if record is None:
+        return ""
+    times = {
+        (r["batch"], r["context"]): r["us_median"]
+        for r in record["rows"]
+        if r["layout"] == "packed"
+    }
+    return (
+        f"Plain torch (`torch`, packed) there takes {times[1, 100_000] / 1e3:.2f} ms for "
+        f"1 × 100,000 and {times[64, 4_096] / 1e3:.2f} ms for 64 × 4,096 ({_source(record)})."
+    )
+
+
+def _gpu_overheads() -> str:
+    record = newest("nvidia-h200-overhead")
+    rows = [r for r in record["rows"] if r.get("graph") is False] if record else []
+    if not rows or record is None:
+        return ""
+
+    def of(backend: str, what: str) -> str:
+        found = next(
+            r for r in rows
+            if r["backend"] == backend and r["layout"] == "NHD" and r["context"] == 16
+            and r["variant"] == f"eager, out given: {what}"
+        )  # fmt: skip
+        return f"{found['us_median']:.0f}"
+
+    return (
+        f"The host spends {of('triton', 'the call')} µs on an eager call of `triton` over 16 "
+        f"tokens, {of('triton', 'ours')} of it beside Triton's launcher, and "
+        f"{of('cuda', 'the call')} µs on one of `cuda`, {of('cuda', 'beyond it')} beyond an empty "
+        f"launch ({_source(record)})."
     )
 
 
