@@ -176,6 +176,8 @@ def main() -> None:
             if context <= a.check:
                 row["rel_err"] = error(work.out, work)
             rows.append(row)
+            # each time, so that a run which is cut short leaves what it has measured
+            path = _results.write(a.what, rows, device="cuda", ceilings=limits, folder=a.out)
             print(
                 f"{backend:8} {case.heads:>9} {layout:6} {case.dtype}/{kv} {case.shape:>9} "
                 f"q{queries}: {row['us_median']:8.1f} µs  {row['tbps']:.2f} TB/s  "
@@ -185,7 +187,7 @@ def main() -> None:
             )
         del work
         torch.cuda.empty_cache()
-    print(_results.write(a.what, rows, device="cuda", ceilings=limits, folder=a.out))
+    print(path)
 
 
 def flops(batch: int, context: int, queries: int, num_heads: int, head_dim: int) -> float:

@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cuda-cache",
         default=None,
         metavar="FOLDER",
-        help="judge the CUDA backend on a GPU too: compile what the tests need, keep it in FOLDER",
+        help="judge the CUDA backend on a GPU too: compile what the tests need, keep it in FOLDER "
+        "(write --cuda-cache=FOLDER: a folder that exists would be taken for one of tests)",
     )
 
 
