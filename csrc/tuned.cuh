@@ -88,10 +88,10 @@ template <kv_order ORDER>
 int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
   constexpr int shared = tuned_memory<ORDER>::BYTES;
   const int64_t tiles = (static_cast<int64_t>(p.max_query_len) * GROUP + TILE_ROWS - 1) / TILE_ROWS;
-  const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads, parts = tiles * p.num_splits;
+  const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
+  const int64_t parts = tiles * p.num_splits;
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads * MERGE_PARTS;
-  if (rows > MOST_BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts))
-    return PAGEDATTN_REFUSED;
+  if (rows > MOST_BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts)) return PAGEDATTN_REFUSED;
   cache_maps maps = {};
   if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
   cudaError_t code = allow_shared<ORDER>();
@@ -99,7 +99,8 @@ int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
   const int teams = TUNED_WARPS / p.team;
   const int64_t blocks = (pairs * parts + teams - 1) / teams;
   if (blocks > 0) {
-    code = launch_tuned(tuned_decode_kernel<ORDER>, blocks, TUNED_THREADS, shared, false, stream, p, maps);
+    code = launch_tuned(tuned_decode_kernel<ORDER>, blocks, TUNED_THREADS, shared, false, stream, p,
+                        maps);
     if (code != cudaSuccess) return code;
   }
   if (!p.query_start_loc && p.num_splits == 1) return cudaSuccess;  // written already

@@ -67,7 +67,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> Params:
-    """The struct of calls like this one, but for the addresses: `with_addresses` adds those.
+    """The struct of calls like this one; `with_addresses` makes it a call's.
 
     Parameters
     ----------
@@ -91,7 +91,8 @@ def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> 
 
 
 def with_addresses(params: Params, call: Call, workspace: Tensor | None) -> Params:
-    """A copy that holds the call's addresses: the tensors must outlive the launch.
+    """A copy with the call's own addresses and bound of the lengths: the tensors must outlive the
+    launch.
 
     Parameters
     ----------
@@ -119,6 +120,7 @@ def with_addresses(params: Params, call: Call, workspace: Tensor | None) -> Para
         v_scale.data_ptr() if isinstance(v_scale, Tensor) else 0,
         0 if workspace is None else workspace.data_ptr(),
     )
+    made.max_seq_len = min(call.max_seq_len, _LONGEST)
     return made
 
 

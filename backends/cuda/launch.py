@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,13 @@ from pagedattn.backends.cuda.partition import Partition
 from pagedattn.backends.protocol import Call, Problem, keep_plan
 
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
+_BOUNDS = 512  # tokens: a plan is for lengths up to a multiple of it
 
 
 class _Plan(NamedTuple):
     """What calls of the same shapes share."""
 
-    params: Params  # without addresses
+    params: Params  # without addresses, and with a bound of the lengths that is too large
     workspace: int  # float32 elements
 
 
@@ -67,10 +69,12 @@ class CudaRunner:
         return self._launch(call, "portable")
 
     def _launch(self, call: Call, kernels: str) -> int:
-        key = (self, kernels, call.max_seq_len, call.max_query_len, call.query_part)
+        # a bound that grows with each step is one plan's for many of them
+        bound = -(-call.max_seq_len // _BOUNDS) * _BOUNDS
+        key = (self, kernels, bound, call.max_query_len, call.query_part)
         plan: _Plan | None = None if call.plans is None else call.plans.get(key)
         if plan is None:
-            plan = self._plan(call, kernels)
+            plan = self._plan(replace(call, max_seq_len=bound), kernels)
             keep_plan(call, key, plan)
         workspace = None
         if plan.workspace:  # of this call alone: the allocator keeps streams apart

@@ -208,6 +208,24 @@ def test_batch_invariant_bits_do_not_follow_the_batch(judge: Judge) -> None:
         assert torch.equal(judge(problem, alone).out, together.out[one])
 
 
+def test_bounds_that_grow_with_each_step_share_a_plan(libraries: Libraries) -> None:
+    """And each is kept to the token all the same."""
+    runner = CudaRunner(libraries.of(BASE), BASE)
+    call = make_call(BASE)
+    call.plans = {}
+    for bound in (270, 285, 300):
+        call.max_seq_len = bound
+        for length, is_nan in ((bound, False), (bound + 1, True)):
+            call.seq_lens[4] = length  # of 301 tokens that are there
+            call.out.fill_(float("nan"))
+            runner(call)
+            assert bool(call.out[4].isnan().all()) == is_nan
+    assert len(call.plans) == 1
+    call.max_seq_len = 600
+    runner(call)
+    assert len(call.plans) == 2
+
+
 def test_no_sequences_and_no_tokens(judge: Judge) -> None:
     problem = replace(BASE, varlen_query=True)
     call = make_call(problem)

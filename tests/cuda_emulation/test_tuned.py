@@ -115,7 +115,7 @@ def test_all_features_at_once(judge: Judge, arch: int) -> None:
 
 
 def _with(problem: Problem, **changes: Any) -> Problem:
-    return _with(problem, **changes)
+    return replace(problem, **changes)
 
 
 @pytest.mark.parametrize(
