@@ -77,6 +77,7 @@ def _roomy(capability: int) -> Iterator[None]:
     """`tuning` would ask a device that is here; the one meant is not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "roomy", lambda _: capability in (80, 90))
+        patch.setattr(tuning, "hopper", lambda _: capability >= 90)
         yield
 
 
