@@ -107,10 +107,9 @@ def test_features(judge: Judge, layout: KVLayout, varlen: bool, feature: str) ->
     judge(replace(BASE, kv_layout=layout, varlen_query=varlen, **features))
 
 
-@either_arch
-def test_all_features_at_once(judge: Judge, arch: int) -> None:
+def test_all_features_at_once(judge: Judge) -> None:
     features = {"window": True, "softcap": True, "alibi": True, "sinks": True}
-    judge(_with(BASE, varlen_query=True, **features), arch=arch)
+    judge(_with(BASE, varlen_query=True, **features))
 
 
 def _with(problem: Problem, **changes: Any) -> Problem:
@@ -227,14 +226,13 @@ def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too many"])
 @each_order
-@either_arch
 def test_a_bad_block_is_told_by_its_sequence_alone(
-    judge: Judge, layout: KVLayout, bad: int | str, arch: int
+    judge: Judge, layout: KVLayout, bad: int | str
 ) -> None:
     problem = replace(BASE, kv_layout=layout)
     call = make_call(problem)
     call.block_tables[4, 11] = call.key_cache.shape[0] if isinstance(bad, str) else bad
-    assert bool(judge(problem, call, arch=arch, sms=40).out[4].isnan().all())
+    assert bool(judge(problem, call, arch=90, sms=40).out[4].isnan().all())
 
 
 @each_order
@@ -247,26 +245,24 @@ def test_no_blocks_at_all(judge: Judge, layout: KVLayout) -> None:
 
 
 @each_order
-@either_arch
-def test_blocks_behind_the_window_may_be_freed(judge: Judge, layout: KVLayout, arch: int) -> None:
+def test_blocks_behind_the_window_may_be_freed(judge: Judge, layout: KVLayout) -> None:
     problem = replace(BASE, window=True, varlen_query=True, kv_layout=layout)
     call = make_call(problem)
     call.block_tables[4, : (301 - 1 + 1 - 17) // 16] = 2**31 - 1
-    assert not bool(judge(problem, call, arch=arch).out.isnan().all())
+    assert not bool(judge(problem, call).out.isnan().all())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @each_order
-@either_arch
 def test_what_a_sequence_holds_is_seen_by_no_other(
-    libraries: Libraries, layout: KVLayout, value: float, arch: int
+    libraries: Libraries, layout: KVLayout, value: float
 ) -> None:
     problem = replace(BASE, kv_layout=layout, varlen_query=True)
     call = make_call(problem)
-    clean = _run(libraries, problem, replace(call, out=call.out.clone()), arch)
+    clean = _run(libraries, problem, replace(call, out=call.out.clone()))
     call.key_cache[call.block_tables[4, :19].long()] = value
     call.value_cache[call.block_tables[4, :19].long()] = value
-    _run(libraries, problem, call, arch)
+    _run(libraries, problem, call)
     starts = call.host_query_start
     assert starts is not None
     others = [t for t in range(len(call.out)) if not starts[4] <= t < starts[5]]
@@ -340,11 +336,10 @@ def test_short_sequences_alone(judge: Judge, layout: KVLayout, batch_invariant: 
         assert not bool((result.out[:3] == UNTOUCHED).any())
 
 
-@either_arch
-def test_many_short_sequences_beside_a_long_one(judge: Judge, arch: int) -> None:
+def test_many_short_sequences_beside_a_long_one(judge: Judge) -> None:
     """A prefill of more tokens than all the others have together."""
     problem = replace(NARROW, varlen_query=True, query_part="short", kv_layout="HND")
-    result = judge(problem, many_short_beside_a_long_one(problem), arch=arch)
+    result = judge(problem, many_short_beside_a_long_one(problem))
     assert bool((result.out[:400] == UNTOUCHED).all())
     assert bool((result.out[417:434] == UNTOUCHED).all())
     assert bool((result.out[450:] == 0).all())

@@ -132,6 +132,8 @@ def _stack(cubin: bytes) -> int:
 def test_reference_problem_fits_and_hardly_spills(
     capability: int, layout: KVLayout, queries: int, work: int
 ) -> None:
+    if capability not in (80, 90) and work < 1 << 20:
+        pytest.skip("the largest tiles are the large work's")
     problem = Problem("cuda:0", torch.float16, torch.float16, 24, 4, 256, 16, kv_layout=layout)
     stack, shared = _compile_decode(problem, queries, capability, work)
     assert stack <= STACK_LIMIT[capability]

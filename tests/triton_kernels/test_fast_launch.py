@@ -42,6 +42,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append(("cold", arguments, keywords))
         return Compiled(seen)
 
+    if not hasattr(triton.runtime.JITFunction, "run"):
+        pytest.skip(
+            "this Triton makes a kernel's launcher when it is declared: none to stand in for"
+        )
     monkeypatch.setattr(triton.runtime.JITFunction, "run", jitted)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
     return seen
