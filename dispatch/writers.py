@@ -19,7 +19,6 @@ from pagedattn.wording import describe
 
 log = logging.getLogger("pagedattn")
 
-_FLOOR = "torch"
 _writers: dict[tuple[Problem, tuple[str, ...] | None], Writer] = {}
 chain.on_reset(_writers.clear)
 chain.on_bound(_writers.clear)  # a backend that was bound may have compiled what a write needs
@@ -57,7 +56,7 @@ def prepare(problem: Problem) -> None:
 def _resolve(problem: Problem, request: Request) -> Writer:
     facts = probe_facts()
     for name in request.names or policy.order(facts.vendor, problem.device_type):
-        if name == _FLOOR:
+        if name == policy.FLOOR.name:
             break
         writer = _attempt(name, problem, facts)
         if writer is not None:

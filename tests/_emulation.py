@@ -8,8 +8,7 @@ import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-import torch
-
+from pagedattn.backends.cuda.spec import spec_of
 from pagedattn.backends.protocol import Problem
 
 HEADERS = Path(__file__).parent / "cuda_emulation"
@@ -17,21 +16,11 @@ COMPILER = shutil.which("g++")
 WARP_SIZES = (32, 64)
 #: tests/cuda_emulation's source of the tuned kernels without the portable ones
 TUNED_ALONE = HEADERS / "tuned_kernels.cu"
-#: as csrc/pagedattn.h has them
-_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.int8: 3}
-_CODES |= {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 
 def macros(problem: Problem) -> tuple[str, ...]:
     """The options that compile the sources for `problem`."""
-    values = {
-        "QUERY_TYPE": _CODES[problem.dtype],
-        "KV_TYPE": _CODES[problem.kv_dtype],
-        "HEAD_DIM": problem.head_dim,
-        "GROUP": problem.group,
-        "BLOCK_SIZE": problem.block_size,
-    }
-    return tuple(f"-DPAGEDATTN_{name}={value}" for name, value in values.items())
+    return spec_of(problem).macros()
 
 
 def sources() -> Path:

@@ -66,6 +66,13 @@ def declare(library: ctypes.CDLL) -> None:
     library.pagedattn_error.restype = ctypes.c_char_p
 
 
+def require_success(library: ctypes.CDLL, code: int) -> None:
+    """Raise what a launch's code means, unless it is 0."""
+    if code:
+        words = (library.pagedattn_error(code) or b"").decode(errors="replace")
+        raise RuntimeError(f"CUDA error: {words} (code {code})")
+
+
 def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> Params:
     """The struct of calls like this one; `with_addresses` makes it a call's.
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from pagedattn.backends.cuda import partition
-from pagedattn.backends.cuda.abi import REFUSED, Params, declare, params_of, with_addresses
+from pagedattn.backends.cuda.abi import (
+    REFUSED,
+    Params,
+    declare,
+    params_of,
+    require_success,
+    with_addresses,
+)
 from pagedattn.backends.cuda.partition import Partition
 from pagedattn.backends.protocol import Call, Problem, keep_plan
+
+log = logging.getLogger("pagedattn")
 
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
 _BOUNDS = 512  # tokens: a plan is for lengths up to a multiple of it
@@ -36,6 +46,7 @@ class CudaRunner:
         declare(library)
         self._library = library
         self._problem = problem
+        self._told = False
         self._warps: int = library.pagedattn_tuned_warps()
         self._device: int | None = None
         self._multiprocessors = _EMULATED_SMS
@@ -55,10 +66,14 @@ class CudaRunner:
     def _run(self, call: Call) -> None:
         code = self.tuned(call) if self._warps else REFUSED
         if code == REFUSED:
+            if self._warps and not self._told:
+                self._told = True
+                log.warning(
+                    "the tuned kernel cannot copy these tensors as they lie in memory (strides and "
+                    "addresses of 16 bytes): the portable one, slower, serves such calls"
+                )
             code = self.portable(call)
-        if code:
-            words = (self._library.pagedattn_error(code) or b"").decode(errors="replace")
-            raise RuntimeError(f"CUDA error: {words} (code {code})")
+        require_success(self._library, code)
 
     def tuned(self, call: Call) -> int:
         """Launch the tuned kernels; `REFUSED` where they do not serve the call."""

@@ -7,7 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pagedattn.backends.cuda.abi import address, cache_strides, count, pack_shift
+from pagedattn.backends.cuda.abi import (
+    address,
+    cache_strides,
+    count,
+    pack_shift,
+    require_success,
+)
 from pagedattn.backends.cuda.launch import current_stream
 from pagedattn.backends.errors import BackendUnavailable
 from pagedattn.backends.layouts import read_shape
@@ -81,9 +87,7 @@ class CudaWriter:
         k_scale, v_scale = _scale(w.k_scale), _scale(w.v_scale)
         params = _params_of(w, k_scale, v_scale)
         code = self._library.pagedattn_write(params, current_stream(self._device))
-        if code:
-            words = (self._library.pagedattn_error(code) or b"").decode(errors="replace")
-            raise RuntimeError(f"CUDA error: {words} (code {code})")
+        require_success(self._library, code)
 
 
 def _params_of(w: Write, k_scale: float | Tensor, v_scale: float | Tensor) -> WriteParams:

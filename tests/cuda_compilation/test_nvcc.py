@@ -172,6 +172,7 @@ def test_bulk_copies_are_for_the_devices_that_have_them(arch: str, tmp_path: Pat
     assert re.search(r"\.extern \.shared \.align 1024 ", code)
 
 
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_libraries_share_no_variables(tmp_path: Path) -> None:
     """One that says what a device was asked for would speak for the kernels of another class."""

@@ -73,3 +73,16 @@ def test_queries_and_results_that_it_cannot_reach(libraries: Libraries) -> None:
     CudaRunner(library, BASE)(replace(call, out=out[..., :64]))
     torch.testing.assert_close(out[..., :64], plain.out, equal_nan=True, rtol=0, atol=0)
     assert bool((out[..., 64:] == UNTOUCHED).all())
+
+
+def test_the_slower_kernel_is_told_once(
+    libraries: Libraries, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = make_call(BASE)
+    runner = CudaRunner(libraries.of(BASE, *tuned(90)), BASE)
+    runner(call)
+    assert not caplog.records
+    for _ in range(2):
+        runner(replace(call, key_cache=shifted(call.key_cache)))
+    (record,) = caplog.records
+    assert "portable one, slower" in record.message
