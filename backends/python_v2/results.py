@@ -39,8 +39,9 @@ class Results:
     def _keep_others(self, call: Call, starts: Tensor, token: Tensor) -> None:
         num_seqs = starts.shape[0] - 1
         # of no sequence: one more, which is the short part's
-        mine = torch.nn.functional.pad(served(call, starts), (0, 1), value=False)
-        mine[-1] = call.query_part == "short"
+        mine = torch.nn.functional.pad(
+            served(call, starts), (0, 1), value=call.query_part == "short"
+        )
         sequence = torch.searchsorted(starts[1:], token.to(starts.dtype), right=True)
         others = ~mine[sequence.clamp(max=num_seqs)]
         for results, held in ((self._out, call.out), (self._lse, call.lse)):
