@@ -12,24 +12,24 @@ namespace pagedattn {
 
 constexpr int MAX_ROWS = 8;
 
-/// The workspace: weighted Vs [split][token][head][HEAD_DIM], then maxima and sums, each
-/// [split][token][head]. Where only short sequences are served, it has room for these alone:
-/// `workspace_shift` leads from a token of the call to one of the workspace.
+/// The workspace: weighted Vs [token][head][split][HEAD_DIM], then states [token][head][split], so
+/// that what a row's merge reads lies together. Where only short sequences are served, it has room
+/// for these alone: `workspace_shift` leads from a token of the call to one of the workspace.
 struct partial_store {
   float* values;
   attention_partial* states;
   int64_t num_tokens;
-  int num_heads;
+  int num_heads, num_splits;
 
   PA_DEVICE explicit partial_store(const pagedattn_params& p)
       : values(p.workspace), num_tokens(p.skip_longer ? static_cast<int64_t>(p.num_seqs) * p.max_query_len
                                  : p.num_tokens),
-        num_heads(p.num_heads) {
+        num_heads(p.num_heads), num_splits(p.num_splits) {
     states = reinterpret_cast<attention_partial*>(
         values + p.num_splits * num_tokens * num_heads * HEAD_DIM);
   }
   PA_DEVICE int64_t place(int split, int token, int head) const {
-    return (split * num_tokens + token) * num_heads + head;
+    return (token * static_cast<int64_t>(num_heads) + head) * num_splits + split;
   }
 };
 

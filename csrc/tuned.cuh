@@ -84,14 +84,22 @@ cudaError_t allow_shared() {
 }
 }  // namespace
 
+/// Phase 2 for the call's rows; `after`: behind phase 1, which may still run.
+template <class Shape>
+cudaError_t launch_merge(const pagedattn_params& p, bool after, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
+  return launch_tuned(tuned_merge_kernel<Shape>, rows * Shape::BLOCKS, Shape::THREADS, 0, after,
+                      stream, p);
+}
+
 template <kv_order ORDER>
 int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
   constexpr int shared = tuned_memory<ORDER>::BYTES;
   const int64_t tiles = (static_cast<int64_t>(p.max_query_len) * GROUP + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
   const int64_t parts = tiles * p.num_splits;
-  const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads * MERGE_PARTS;
-  if (rows > MOST_BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts)) return PAGEDATTN_REFUSED;
+  const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
+  if (rows > MOST_BLOCKS / wide_merge::BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts)) return PAGEDATTN_REFUSED;
   cache_maps maps = {};
   if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
   cudaError_t code = allow_shared<ORDER>();
@@ -104,7 +112,10 @@ int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
     if (code != cudaSuccess) return code;
   }
   if (!p.query_start_loc && p.num_splits == 1) return cudaSuccess;  // written already
-  return launch_tuned(tuned_merge_kernel, rows, MERGE_THREADS, 0, blocks > 0, stream, p);
+  // a fixed partition is for results that do not depend on how many rows there are
+  return rows > FEW_ROWS || p.tokens_per_split > 0
+             ? launch_merge<wide_merge>(p, blocks > 0, stream)
+             : launch_merge<narrow_merge>(p, blocks > 0, stream);
 }
 
 /// 0, an error, or PAGEDATTN_REFUSED where the call's memory does not lie as these kernels need it.

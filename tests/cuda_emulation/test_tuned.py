@@ -281,13 +281,16 @@ def test_a_long_context(judge: Judge, layout: KVLayout, arch: int) -> None:
     judge(replace(problem, window=True), windowed, arch=arch, sms=1)
 
 
-@pytest.mark.parametrize("lengths", [[6200], [9000, 3, 6145]])
+@pytest.mark.parametrize(
+    ("num_heads", "lengths"), [(2, [8500]), (2, [17000, 3, 8193]), (18, [6200])]
+)
 @pytest.mark.parametrize("varlen", [False, True], ids=["decode", "varlen"])
 def test_more_partitions_than_a_merge_asks_for_at_once(
-    judge: Judge, lengths: list[int], varlen: bool
+    judge: Judge, num_heads: int, lengths: list[int], varlen: bool
 ) -> None:
-    """More than 96, whose values are asked for in turns, and than 128, as many as states are."""
-    problem = replace(NARROW, kv_layout="NHD", num_heads=2, varlen_query=varlen)
+    """Values are asked for in turns of 96 partitions, of 128 where there are few rows, and states
+    96 at a time."""
+    problem = replace(NARROW, kv_layout="NHD", num_heads=num_heads, varlen_query=varlen)
     call = replace(long_call(problem, lengths), num_splits=1000)
     if varlen:
         call.query_start_loc = torch.arange(len(lengths) + 1, dtype=torch.int32)
