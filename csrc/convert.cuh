@@ -146,6 +146,12 @@ struct stored_vector {
 
   PA_DEVICE void clear() { bytes.clear(); }
 
+  /// Element `i` becomes 0 unless it is to be kept.
+  PA_DEVICE void keep(int i, bool kept) {
+    const unsigned ones = SIZE == 4 ? ~0u : SIZE == 2 ? 0xffffu : 0xffu;
+    if (!kept) bytes.word[i * SIZE / 4] &= ~(ones << (i * SIZE % 4 * 8));
+  }
+
   PA_DEVICE unsigned bits(int i) const {
     const unsigned word = bytes.word[i * SIZE / 4] >> (i * SIZE % 4 * 8);
     return SIZE == 4 ? word : SIZE == 2 ? word & 0xffffu : word & 0xffu;

@@ -1,4 +1,8 @@
-// Scores of a tile: dot products of the rows' queries with its keys, then what is done to them.
+// Scores of a logical warp's 32 tokens: dot products of the rows' queries with their keys, and what
+// is done to them.
+//
+// Four lanes share a key. A lane takes part in one token of each of four runs of 8, so that an
+// element of the query, once read from shared memory, meets four keys.
 #pragma once
 
 #include "attention_partial.cuh"
@@ -7,72 +11,94 @@
 
 namespace pagedattn {
 
-constexpr int KEY_LANES = 4;  // threads that share a token's key
-constexpr int KEYS_AT_ONCE = THREADS / KEY_LANES;
-constexpr int KEYS_PER_THREAD = TILE / KEYS_AT_ONCE;
+constexpr int KEY_LANES = 4;
+static_assert(KEY_LANES == RUNS, "each of a key's lanes ends with the token of one run");
 
-/// A thread's tokens in the tile.
-PA_DEVICE int key_of_thread(int i) { return threadIdx.x / KEY_LANES + i * KEYS_AT_ONCE; }
+/// The token of the logical warp's 32 whose scores a lane ends with.
+PA_DEVICE int token_of_lane(int lane) { return lane / KEY_LANES + lane % KEY_LANES * RUN; }
+/// By bits: of `token / RUN` nvcc 13.0 dropped the shift for odd tokens, in a loop that it kept.
+PA_DEVICE unsigned lane_of_token(unsigned token) {
+  return (token & (RUN - 1)) * KEY_LANES + ((token >> 3) & (RUNS - 1));
+}
 
-/// Unscaled scores of the thread's tokens into `scores`; keys are loaded WIDTH elements at a time.
-template <int ROWS, int WIDTH>
-PA_DEVICE void key_scores(float (&scores)[ROWS][TILE], const float (&query)[ROWS][HEAD_DIM],
-                          const int32_t (&block)[KEYS_PER_THREAD], const pagedattn_params& p,
-                          const paged_gather& gather, int tile_start) {
-  constexpr int VECTORS = HEAD_DIM / WIDTH;
-  constexpr int AT_ONCE = 4;  // loads that overlap
-  constexpr int PART = smaller(WIDTH, 8);  // elements that are floats at a time
-  const int lane = threadIdx.x % KEY_LANES;
-  float dot[KEYS_PER_THREAD][ROWS] = {};
-  bool read[KEYS_PER_THREAD];
-  int64_t base[KEYS_PER_THREAD];
+/// Where a lane's keys begin.
+struct key_places {
+  int64_t base[RUNS];
+  bool read[RUNS];
+
+  PA_DEVICE key_places(const pagedattn_params& p, const paged_gather& gather,
+                       const run_blocks& blocks, int start, int lane) {
 #pragma unroll
-  for (int i = 0; i < KEYS_PER_THREAD; ++i) {
-    const int token = tile_start + key_of_thread(i);
-    read[i] = block[i] >= 0 && gather.needs(token);
-    base[i] = read[i] ? gather.key_token(p, block[i], token) : 0;
-  }
-  for (int from = lane; from < VECTORS; from += KEY_LANES * AT_ONCE) {
-    stored_vector<KV_TYPE, WIDTH> stored[AT_ONCE][KEYS_PER_THREAD];
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
-      const int v = from + u * KEY_LANES;
-      const int64_t element = key_element(p, v * WIDTH);
-#pragma unroll
-      for (int i = 0; i < KEYS_PER_THREAD; ++i) {
-        if (v < VECTORS && read[i]) stored[u][i].load(p.key_cache, base[i] + element);
-        else stored[u][i].clear();
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
-      const int v = from + u * KEY_LANES;
-      if (v >= VECTORS) continue;
-#pragma unroll
-      for (int first = 0; first < WIDTH; first += PART) {
-        float key[KEYS_PER_THREAD][PART];
-#pragma unroll
-        for (int i = 0; i < KEYS_PER_THREAD; ++i)
-#pragma unroll
-          for (int e = 0; e < PART; ++e) key[i][e] = stored[u][i].get(first + e);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-          for (int e = 0; e < PART; ++e) {
-            const float q = query[r][v * WIDTH + first + e];
-#pragma unroll
-            for (int i = 0; i < KEYS_PER_THREAD; ++i) dot[i][r] += q * key[i][e];
-          }
-      }
+    for (int i = 0; i < RUNS; ++i) {
+      const int32_t block = blocks.of(i);
+      const int token = start + i * RUN + lane / KEY_LANES;
+      read[i] = block >= 0 && gather.needs(token);
+      base[i] = gather.key_token(p, block, token);
     }
   }
+};
+
+/// A lane's share of its four keys in one step: WIDTH elements of each.
+template <int WIDTH>
+struct key_batch {
+  static constexpr int VECTORS = HEAD_DIM / WIDTH;
+  static constexpr int STEPS = ceil_div(VECTORS, KEY_LANES);
+  static constexpr bool EVEN = VECTORS % (2 * KEY_LANES) == 0;  // no step lacks a vector
+  static constexpr int PART = smaller(WIDTH, 4);  // elements that are floats at a time
+  stored_vector<KV_TYPE, WIDTH> key[RUNS];
+
+  PA_DEVICE void load(const pagedattn_params& p, const key_places& places, int step, int lane) {
+    const int v = step * KEY_LANES + lane % KEY_LANES;
+    const int64_t element = key_element(p, v * WIDTH);
 #pragma unroll
-  for (int i = 0; i < KEYS_PER_THREAD; ++i)
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const float sum = group_sum<KEY_LANES>(dot[i][r]);
-      if (lane == 0) scores[r][key_of_thread(i)] = sum;
+    for (int i = 0; i < RUNS; ++i) {
+      key[i].clear();
+      if (places.read[i] && v < VECTORS) key[i].load(p.key_cache, places.base[i] + element);
     }
+  }
+
+  template <int ROWS>
+  PA_DEVICE void add_products(float (&dot)[RUNS][ROWS], const float (&query)[ROWS][HEAD_DIM],
+                              int step, int lane) const {
+    const int v = step * KEY_LANES + lane % KEY_LANES;
+    if (!EVEN && v >= VECTORS) return;
+#pragma unroll
+    for (int first = 0; first < WIDTH; first += PART) {
+      float element[RUNS][PART];
+#pragma unroll
+      for (int i = 0; i < RUNS; ++i)
+#pragma unroll
+        for (int e = 0; e < PART; ++e) element[i][e] = key[i].get(first + e);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float q[PART];
+        load_floats(q, &query[r][v * WIDTH + first]);
+#pragma unroll
+        for (int e = 0; e < PART; ++e)
+#pragma unroll
+          for (int i = 0; i < RUNS; ++i) dot[i][r] += q[e] * element[i][e];
+      }
+    }
+  }
+};
+
+/// Of two sums over this lane and the one `distance` away, the one that this lane keeps.
+PA_DEVICE float sum_halves(float low, float high, bool keeps_high, int distance) {
+  // by value: a choice between elements of an array would put the array into memory
+  return (keeps_high ? high : low) + group_exchange<KEY_LANES>(keeps_high ? low : high, distance);
+}
+
+/// Add up a key's four lanes, each of which ends with the sums of another token.
+template <int ROWS>
+PA_DEVICE void sum_products(float (&product)[ROWS], const float (&dot)[RUNS][ROWS], int lane) {
+  const bool upper = lane & 2, odd = lane & 1;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pair[i] = sum_halves(dot[i][r], dot[2 + i][r], upper, 2);
+    product[r] = sum_halves(pair[0], pair[1], odd, 1);
+  }
 }
 
 /// How a row turns its products into scores.

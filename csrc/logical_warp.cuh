@@ -37,4 +37,16 @@ PA_DEVICE float group_max(float value) {
   return value;
 }
 
+/// The value of the lane `distance` (a power of two) away, in groups of WIDTH.
+template <int WIDTH>
+PA_DEVICE float group_exchange(float value, int distance) {
+  return __shfl_xor_sync(PA_ALL_LANES, value, distance, WIDTH);
+}
+
+/// The value of one lane of each group of WIDTH.
+template <int WIDTH, class T>
+PA_DEVICE T group_broadcast(T value, int lane) {
+  return __shfl_sync(PA_ALL_LANES, value, lane, WIDTH);
+}
+
 }  // namespace pagedattn

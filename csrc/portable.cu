@@ -27,8 +27,8 @@ int decode(const pagedattn_params& p, cudaStream_t stream) {
 template <int ROWS>
 int decode_by_layout(const pagedattn_params& p, cudaStream_t stream) {
   constexpr int size = size_of_type(KV_TYPE);
-  constexpr int key_width = widest(KV_TYPE, HEAD_DIM, 16);
-  // 8 at most: a thread holds a sum for each element that it loads
+  // 8 at most: a thread holds all of four keys' elements, and a sum for each of a value's
+  constexpr int key_width = widest(KV_TYPE, HEAD_DIM, 8);
   constexpr int dim_width = widest(KV_TYPE, HEAD_DIM, 8);
   constexpr int token_width = widest(KV_TYPE, BLOCK_SIZE, 16);
   const bool wide_keys =
@@ -78,7 +78,7 @@ extern "C" const char* pagedattn_error(int code) {
   switch (code) {
     case pagedattn::NO_SPLITS: return "num_splits is less than 1";
     case pagedattn::TOO_MANY_BLOCKS: return "the grid would be too large";
-    case pagedattn::BAD_SPLIT_SIZE: return "tokens_per_split is not a whole number of tiles of 64";
+    case pagedattn::BAD_SPLIT_SIZE: return "tokens_per_split is not a whole number of tiles of 128";
     default: return cudaGetErrorString(static_cast<cudaError_t>(code));
   }
 }

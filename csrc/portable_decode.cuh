@@ -1,11 +1,12 @@
 // Phase 1: a block per (sequence, KV head, tile of query rows, partition of the keys).
 //
 // A row is a (query token, head of the group); up to 8 share a block, so that keys and values are
-// read once for them. The row's state (attention_partial, weighted V) goes to the workspace.
+// read once for them. Each logical warp of the block takes 32 tokens at a time and keeps a state of
+// its own, without barriers; at the end they are merged and the row's state (attention_partial,
+// weighted V) goes to the workspace.
 #pragma once
 
 #include "block_reduce.cuh"
-#include "key_scores.cuh"
 #include "weighted_values.cuh"
 
 namespace pagedattn {
@@ -68,12 +69,15 @@ struct query_row {
 
 template <int ROWS, class Values>
 struct decode_storage {
+  static constexpr int PARTS = LOGICAL_WARPS * Values::PARTS;
   alignas(16) float query[ROWS][HEAD_DIM];
-  // two of each: the next tile's are written while some threads still read the last one's
-  float scores[2][ROWS][TILE];
-  weighted_tile<ROWS> tile[2];
-  token_weights<ROWS> rescale[2];
-  float parts[Values::PARTS][HEAD_DIM];
+  float parts[PARTS][HEAD_DIM];
+  // each thread's own: the sum is of its tokens alone until the end
+  attention_partial state[ROWS][THREADS];
+  row_scoring scoring[ROWS];
+  int64_t place[ROWS];  // in the workspace; negative: there is no such row
+  paged_gather gather;
+  int stop;  // where the partition ends
   int bad;
 };
 
@@ -85,14 +89,21 @@ PA_DEVICE float scale_of(float value, const float* tensor, int count, int kv_hea
 template <int ROWS>
 PA_DEVICE void load_queries(float (&query)[ROWS][HEAD_DIM], const pagedattn_params& p,
                             const sequence_span& span, const block_work& work) {
-  for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+  constexpr unsigned COUNT = ROWS * HEAD_DIM, EACH = (COUNT + THREADS - 1) / THREADS;
+  stored_vector<QUERY_TYPE, 1> element[EACH];  // all of them are asked for before one is needed
+#pragma unroll
+  for (unsigned k = 0; k < EACH; ++k) {
+    const unsigned i = threadIdx.x + k * THREADS;
     const query_row row(p, span, work.kv_head, work.row_tile * ROWS + i / HEAD_DIM);
-    stored_vector<QUERY_TYPE, 1> q;
-    q.clear();
-    if (row.token >= 0)
-      q.load(p.query, row.token * p.query_token_stride + row.head * p.query_head_stride +
-                          i % HEAD_DIM);
-    query[i / HEAD_DIM][i % HEAD_DIM] = q.get(0);
+    element[k].clear();
+    if (i < COUNT && row.token >= 0)
+      element[k].load(p.query, row.token * p.query_token_stride +
+                                   row.head * p.query_head_stride + i % HEAD_DIM);
+  }
+#pragma unroll
+  for (unsigned k = 0; k < EACH; ++k) {
+    const unsigned i = threadIdx.x + k * THREADS;
+    if (i < COUNT) query[i / HEAD_DIM][i % HEAD_DIM] = element[k].get(0);
   }
 }
 
@@ -106,143 +117,155 @@ PA_DEVICE row_scoring scoring_of(const pagedattn_params& p, const query_row& row
   return s;
 }
 
-/// Sum each accumulator over the threads that share its element, and store it.
+/// The products of this lane's token become weights, and what was found before is rescaled.
 template <int ROWS, class Values>
-PA_DEVICE void store_values(const float (&acc)[ROWS][Values::ACCUMULATORS],
-                            decode_storage<ROWS, Values>& shared, const pagedattn_params& p,
-                            const sequence_span& span, const block_work& work) {
+PA_DEVICE void weigh(float (&product)[ROWS], float (&acc)[ROWS][Values::ACCUMULATORS],
+                     decode_storage<ROWS, Values>& shared, int token, bool needed) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    attention_partial& state = shared.state[r][threadIdx.x];
+    const float score = needed ? shared.scoring[r](product[r], token) : minus_infinity();
+    const float last = state.max_score;
+    const float top = fmaxf(group_max<LOGICAL_WARP>(score), last);
+    const float factor = weight_of(last, top);
+    product[r] = weight_of(score, top);
+    state = {top, state.sum * factor + product[r]};
+#pragma unroll
+    for (int a = 0; a < Values::ACCUMULATORS; ++a) acc[r][a] *= factor;
+  }
+}
+
+/// A row's state over the whole block.
+template <int ROWS>
+PA_DEVICE attention_partial block_state(const attention_partial (&state)[ROWS][THREADS], int row) {
+  attention_partial all = state[row][0];
+#pragma unroll
+  for (int w = 1; w < LOGICAL_WARPS; ++w) all = combine(all, state[row][w * LOGICAL_WARP]).state;
+  return all;
+}
+
+/// Merge what the logical warps found, row by row, and store it.
+template <int ROWS, class Values>
+PA_DEVICE void store_partial(const float (&acc)[ROWS][Values::ACCUMULATORS],
+                             decode_storage<ROWS, Values>& shared, const pagedattn_params& p) {
+  const int warp = threadIdx.x / LOGICAL_WARP, lane = threadIdx.x % LOGICAL_WARP;
   const partial_store store(p);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    __syncthreads();  // the last row's parts have been read
+    float& sum = shared.state[r][threadIdx.x].sum;
+    sum = group_sum<LOGICAL_WARP>(sum);
+  }
 #pragma unroll
-    for (int a = 0; a < Values::ACCUMULATORS; ++a)
-      if (Values::dim_of(a) < HEAD_DIM) shared.parts[Values::part()][Values::dim_of(a)] = acc[r][a];
+  for (int r = 0; r < ROWS; ++r) {
+    __syncthreads();  // the states are there, and the last row's parts have been read
+    const attention_partial all = block_state(shared.state, r);
+    const float factor = weight_of(shared.state[r][threadIdx.x].max_score, all.max_score);
+#pragma unroll
+    for (int a = 0; a < Values::ACCUMULATORS; ++a) {
+      const int d = Values::dim_of(lane, a);
+      if (d < HEAD_DIM)
+        shared.parts[warp * Values::PARTS + Values::part(lane)][d] = acc[r][a] * factor;
+    }
     __syncthreads();
-    const query_row row(p, span, work.kv_head, work.row_tile * ROWS + r);
-    if (row.token < 0) continue;  // the same for the whole block
-    const int place = row.token + workspace_shift(p, span, work.sequence);
-    float* values = store.values + store.place(work.split, place, row.head) * HEAD_DIM;
+    const int64_t place = shared.place[r];
+    if (place < 0) continue;  // the same for the whole block
+    if (threadIdx.x == 0) store.states[place] = shared.bad ? poison() : all;
     for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
       float sum = 0.0f;
-      for (int part = 0; part < Values::PARTS; ++part) sum += shared.parts[part][d];
-      values[d] = sum;
+#pragma unroll
+      for (int part = 0; part < shared.PARTS; ++part) sum += shared.parts[part][d];
+      store.values[place * HEAD_DIM + d] = sum;
     }
   }
 }
 
-// How many blocks a multiprocessor should hold, which bounds the registers: as many as fit without
+// How many warps a multiprocessor should hold, which bounds the registers: as many as fit without
 // spills. Elsewhere than on NVIDIA's the register file is not known.
+constexpr int RESIDENT_WARPS = 12;
 #ifdef __ILUVATAR__
 #define PA_DECODE_BOUNDS __launch_bounds__(THREADS)
 #else
-#define PA_DECODE_BOUNDS __launch_bounds__(THREADS, ROWS * Values::ACCUMULATORS > 48 ? 2 : 3)
+#define PA_DECODE_BOUNDS                                                                       \
+  __launch_bounds__(THREADS, (ROWS * Values::ACCUMULATORS > 48 || KV_TYPE == PA_E4M3 ? 8       \
+                              : RESIDENT_WARPS) / LOGICAL_WARPS)
 #endif
 
 template <int ROWS, int KEY_WIDTH, class Values>
 __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
+  using Keys = key_batch<KEY_WIDTH>;
   __shared__ decode_storage<ROWS, Values> shared;
   static_assert(sizeof(shared) <= SHARED_LIMIT, "more shared memory than every device has");
-  constexpr int ROWS_PER_WARP = ceil_div(ROWS, LOGICAL_WARPS);
-  constexpr int KEYS_PER_LANE = TILE / LOGICAL_WARP;
 
   const block_work work = block_work::of<ROWS>(p);
   const sequence_span span = span_of(p, work.sequence);
   // the whole block leaves or stays
   if (work.split >= span.active) return;
   if (work.row_tile * ROWS >= static_cast<int64_t>(span.query_len) * GROUP) return;
-  const paged_gather gather(p, work.sequence, work.kv_head, span.first, span.end);
-  const int start = span.tile_start + work.split * span.share;
-  const int stop = span.share < span.end - start ? start + span.share : span.end;
-
+  const paged_gather own = {work.sequence, work.kv_head, span.first, max(span.first, span.end)};
   const int warp = threadIdx.x / LOGICAL_WARP, lane = threadIdx.x % LOGICAL_WARP;
-  const float scale = p.scale * scale_of(p.k_scale_value, p.k_scale, p.k_scale_count, work.kv_head);
-  row_scoring scoring[ROWS_PER_WARP];
-  attention_partial state[ROWS_PER_WARP];  // the sum: of this lane's keys alone until the end
-#pragma unroll
-  for (int k = 0; k < ROWS_PER_WARP; ++k) {
-    const int r = warp + k * LOGICAL_WARPS;
-    const query_row row(p, span, work.kv_head, work.row_tile * ROWS + r);
-    scoring[k] = scoring_of(p, row, scale);
-    state[k] = identity();
-  }
-  float acc[ROWS][Values::ACCUMULATORS] = {};
-  bool bad = false;
-  if (threadIdx.x == 0) shared.bad = 0;
+  const int first = span.tile_start + work.split * span.share;
+  const int stop = span.share < span.end - first ? first + span.share : span.end;
+  int start = first + warp * LOGICAL_WARP;  // of the logical warp's tokens
+
+  run_blocks blocks(p, own, start, stop, lane);
   load_queries(shared.query, p, span, work);
-
-  int32_t next[KEYS_PER_THREAD];
-#pragma unroll
-  for (int i = 0; i < KEYS_PER_THREAD; ++i) next[i] = gather.block_of(start + key_of_thread(i));
+  if (threadIdx.x == 0) shared.bad = 0, shared.gather = own, shared.stop = stop;
+  if (threadIdx.x < ROWS) {
+    const query_row row(p, span, work.kv_head, work.row_tile * ROWS + threadIdx.x);
+    const float k_scale = scale_of(p.k_scale_value, p.k_scale, p.k_scale_count, work.kv_head);
+    shared.scoring[threadIdx.x] = scoring_of(p, row, p.scale * k_scale);
+    const int token = row.token + workspace_shift(p, span, work.sequence);
+    shared.place[threadIdx.x] =
+        row.token < 0 ? -1 : partial_store(p).place(work.split, token, row.head);
+  }
   __syncthreads();
 
-  int side = 0;
-  for (int tile_start = start; tile_start < stop; tile_start += TILE, side ^= 1) {
-    weighted_tile<ROWS>& tile = shared.tile[side];
-    int32_t block[KEYS_PER_THREAD];
+  const paged_gather& gather = shared.gather;  // there, to save registers
+  float acc[ROWS][Values::ACCUMULATORS] = {};
 #pragma unroll
-    for (int i = 0; i < KEYS_PER_THREAD; ++i) {
-      block[i] = next[i];
-      bad = bad || block[i] == BAD_BLOCK;
-      if (threadIdx.x % KEY_LANES == 0) tile.block[key_of_thread(i)] = block[i];
-      // asked for one tile ahead, so that the keys need not wait for the table; what lies beyond
-      // this partition is checked by the next, and a bad id there must not be told twice
-      const int ahead = tile_start + TILE + key_of_thread(i);
-      next[i] = ahead < stop ? gather.block_of(ahead) : NO_BLOCK;
+  for (int r = 0; r < ROWS; ++r) shared.state[r][threadIdx.x] = identity();
+  // There are two batches of each kind, so that one is under way while the other is used. A load
+  // that is not needed is masked, since a branch would keep the compiler from moving it up.
+  Keys key, key_after;
+  key.load(p, key_places(p, gather, blocks, start, lane), 0, lane);
+  // logical warps go on independently, but equally often: a hardware warp may hold two
+  for (; start - warp * LOGICAL_WARP < shared.stop; start += TILE) {
+    if (blocks.own == BAD_BLOCK) shared.bad = 1;  // whoever writes, writes the same
+    // asked for one tile ahead, so that the keys need not wait for the table; what lies beyond
+    // this partition is checked by the next, and a bad id there must not be told twice
+    const run_blocks next(p, gather, start + TILE, shared.stop, lane);
+    const key_places places(p, gather, blocks, start, lane);
+    float dot[RUNS][ROWS] = {};
+#pragma unroll 1
+    for (int step = 0; step < Keys::STEPS; step += 2) {
+      key_after.load(p, places, step + 1, lane);
+      key.add_products(dot, shared.query, step, lane);
+      key.load(p, places, step + 2, lane);
+      key_after.add_products(dot, shared.query, step + 1, lane);
     }
-    key_scores<ROWS, KEY_WIDTH>(shared.scores[side], shared.query, block, p, gather, tile_start);
-    __syncthreads();
 
-    // a logical warp does a row; all of them go through the same shuffles
-#pragma unroll
-    for (int k = 0; k < ROWS_PER_WARP; ++k) {
-      const int r = warp + k * LOGICAL_WARPS;
-      const bool is_row = r < ROWS;
-      float score[KEYS_PER_LANE], top = minus_infinity();
-#pragma unroll
-      for (int i = 0; i < KEYS_PER_LANE; ++i) {
-        const int t = lane + i * LOGICAL_WARP;
-        score[i] = is_row && gather.needs(tile_start + t)
-                       ? scoring[k](shared.scores[side][is_row ? r : 0][t], tile_start + t)
-                       : minus_infinity();
-        top = fmaxf(top, score[i]);
+    Values value, value_after;
+    value.load(p, gather, blocks, start, 0, lane);  // the weights do not bear on where they are
+    float weight[ROWS];
+    sum_products(weight, dot, lane);
+    const int token = start + token_of_lane(lane);
+    weigh(weight, acc, shared, token, gather.needs(token));
+    key.load(p, key_places(p, gather, next, start + TILE, lane), 0, lane);
+#pragma unroll 1
+    for (int round = 0; round < Values::ROUNDS; round += Values::BATCHES) {
+      if constexpr (Values::BATCHES == 1) {
+        value.add(acc, weight, gather, start, round, lane);
+        value.load(p, gather, blocks, start, round + 1, lane);
+      } else {
+        value_after.load(p, gather, blocks, start, round + 1, lane);
+        value.add(acc, weight, gather, start, round, lane);
+        value.load(p, gather, blocks, start, round + 2, lane);
+        value_after.add(acc, weight, gather, start, round + 1, lane);
       }
-      top = fmaxf(group_max<LOGICAL_WARP>(top), state[k].max_score);
-      attention_partial found = {top, 0.0f};
-#pragma unroll
-      for (int i = 0; i < KEYS_PER_LANE; ++i) {
-        const float weight = weight_of(score[i], top);
-        found.sum += weight;
-        if (is_row) tile.weights[lane + i * LOGICAL_WARP].of[r] = weight;
-      }
-      const combined merged = combine(state[k], found);
-      state[k] = merged.state;
-      if (is_row && lane == 0) shared.rescale[side].of[r] = merged.left;
     }
-    __syncthreads();
-
-    const token_weights<ROWS> rescale = shared.rescale[side];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-      for (int a = 0; a < Values::ACCUMULATORS; ++a) acc[r][a] *= rescale.of[r];
-    Values::template add<ROWS>(acc, tile, p, gather, tile_start);
+    blocks = next;
   }
-
-  if (bad) shared.bad = 1;  // whoever writes, writes the same
-  __syncthreads();
-  const partial_store store(p);
-#pragma unroll
-  for (int k = 0; k < ROWS_PER_WARP; ++k) {
-    const int r = warp + k * LOGICAL_WARPS;
-    state[k].sum = group_sum<LOGICAL_WARP>(state[k].sum);
-    const query_row row(p, span, work.kv_head, work.row_tile * ROWS + r);
-    if (r < ROWS && lane == 0 && row.token >= 0) {
-      const int place = row.token + workspace_shift(p, span, work.sequence);
-      store.states[store.place(work.split, place, row.head)] = shared.bad ? poison() : state[k];
-    }
-  }
-  store_values(acc, shared, p, span, work);
+  store_partial(acc, shared, p);
 }
 
 }  // namespace pagedattn

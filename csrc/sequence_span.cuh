@@ -8,7 +8,7 @@
 
 namespace pagedattn {
 
-constexpr int TILE = 64;  // tokens that a block takes at a time; partitions are whole tiles
+constexpr int TILE = THREADS;  // tokens that a block takes at a time; partitions are whole tiles
 
 struct sequence_span {
   int first_token;  // of its query tokens

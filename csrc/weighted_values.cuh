@@ -1,121 +1,152 @@
-// The weighted V of a tile, accumulated in registers that are spread over the block.
+// The weighted V of a logical warp's 32 tokens, accumulated in registers that are spread over it.
 //
-// A policy says how the threads share the work: which elements of V a thread adds up (`dim_of`,
-// ACCUMULATORS of them for each row) and over which of the tile's tokens. PARTS threads hold the
-// same elements over different tokens; their sum is taken once, at the end.
+// A policy says how the lanes share the work: which elements of V a lane adds up (`dim_of`,
+// ACCUMULATORS of them for each row) and over which tokens. PARTS lanes hold the same elements over
+// different tokens; their sum is taken once, at the end. The tokens come in ROUNDS batches, each
+// loaded before the last one is added.
 #pragma once
 
-#include "paged_gather.cuh"
+#include "key_scores.cuh"
 
 namespace pagedattn {
 
-/// The rows' weights of one token, side by side so that they are read as a whole.
-template <int ROWS>
-struct alignas(16) token_weights {
-  float of[ceil_div(ROWS, 4) * 4];
-};
+constexpr int VALUE_LOADS = 4;    // of a batch of values_by_dim, which holds two
+constexpr int TOKEN_BATCHES = 1;  // that values_by_token holds, of twice as many loads
 
-template <int ROWS>
-struct weighted_tile {
-  token_weights<ROWS> weights[TILE];
-  int32_t block[TILE];  // of each token, NO_BLOCK or BAD_BLOCK
-};
+__host__ __device__ constexpr int power_of_two_below(int n) {
+  int power = 1;
+  while (power * 2 <= n) power *= 2;
+  return power;
+}
 
-/// Values whose head_dim is dense (NHD, HND): a thread loads WIDTH elements of one token. With
+/// The rows' weights of one of the 32 tokens, which its lane holds.
+template <int ROWS>
+PA_DEVICE void weights_of(float (&weights)[ROWS], const float (&own)[ROWS], int token) {
+  const int source = lane_of_token(token);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) weights[r] = group_broadcast<LOGICAL_WARP>(own[r], source);
+}
+
+/// Values whose head_dim is dense (NHD, HND): a lane loads WIDTH elements of one token. With
 /// WIDTH = 1 any strides will do.
 template <int WIDTH>
 struct values_by_dim {
   static constexpr int SLOTS = HEAD_DIM / WIDTH;
-  static constexpr int SLOTS_PER_THREAD = ceil_div(SLOTS, THREADS);
-  static constexpr int PARTS = smaller(SLOTS_PER_THREAD > 1 ? 1 : THREADS / SLOTS, TILE);
-  static constexpr int ACCUMULATORS = WIDTH * SLOTS_PER_THREAD;
-  static constexpr int AT_ONCE = SLOTS_PER_THREAD > 1 ? 2 : 4;  // tokens whose loads overlap
+  static constexpr int SLOTS_PER_LANE = ceil_div(SLOTS, LOGICAL_WARP);
+  static constexpr int PARTS =
+      SLOTS_PER_LANE > 1 ? 1 : power_of_two_below(smaller(LOGICAL_WARP / SLOTS, RUN));
+  static constexpr int ACCUMULATORS = WIDTH * SLOTS_PER_LANE;
+  static constexpr int TOKENS = power_of_two_below(  // of a lane, in a batch
+      smaller(ceil_div(VALUE_LOADS, SLOTS_PER_LANE), LOGICAL_WARP / PARTS));
+  static constexpr int ROUNDS = LOGICAL_WARP / (TOKENS * PARTS);
+  static constexpr int BATCHES = 2;
 
-  static PA_DEVICE int part() { return SLOTS_PER_THREAD > 1 ? 0 : threadIdx.x / SLOTS; }
-  static PA_DEVICE int slot(int i) {
-    return SLOTS_PER_THREAD > 1 ? threadIdx.x + i * THREADS : threadIdx.x % SLOTS;
+  stored_vector<KV_TYPE, WIDTH> value[TOKENS][SLOTS_PER_LANE];
+
+  static PA_DEVICE int part(int lane) { return SLOTS_PER_LANE > 1 ? 0 : lane / SLOTS; }
+  static PA_DEVICE int slot(int lane, int i) {
+    return SLOTS_PER_LANE > 1 ? lane + i * LOGICAL_WARP : lane % SLOTS;
   }
   /// The element that accumulator `a` belongs to; HEAD_DIM or more: none.
-  static PA_DEVICE int dim_of(int a) {
-    return part() < PARTS ? slot(a / WIDTH) * WIDTH + a % WIDTH : HEAD_DIM;
+  static PA_DEVICE int dim_of(int lane, int a) {
+    return part(lane) < PARTS ? slot(lane, a / WIDTH) * WIDTH + a % WIDTH : HEAD_DIM;
+  }
+
+  PA_DEVICE void load(const pagedattn_params& p, const paged_gather& gather,
+                      const run_blocks& blocks, int start, int round, int lane) {
+    constexpr int EACH = smaller(TOKENS, RUN / PARTS);  // of the lane's tokens, in a run
+    const int64_t step = PARTS * p.value_token_stride;
+#pragma unroll
+    for (int from = 0; from < TOKENS; from += EACH) {
+      const int whole = (round * TOKENS + from) * PARTS;  // its run is all parts'
+      const int32_t block = blocks.of(whole / RUN);
+      const int token = start + whole + part(lane);
+      const bool exists = block >= 0 && part(lane) < PARTS && round < ROUNDS;
+      int64_t base = gather.value_token(p, block, token);
+      base += slot(lane, 0) * WIDTH * p.value_dim_stride;
+#pragma unroll
+      for (int u = 0; u < EACH; ++u, base += step) {
+        const bool read = exists && gather.needs(token + u * PARTS);
+#pragma unroll
+        for (int i = 0; i < SLOTS_PER_LANE; ++i) {
+          auto& v = value[from + u][i];
+          v.clear();  // 0 times what lies in memory may be NaN
+          if (read && slot(lane, i) < SLOTS)
+            v.load(p.value_cache, base + i * LOGICAL_WARP * WIDTH * p.value_dim_stride);
+        }
+      }
+    }
   }
 
   template <int ROWS>
-  static PA_DEVICE void add(float (&acc)[ROWS][ACCUMULATORS], const weighted_tile<ROWS>& tile,
-                            const pagedattn_params& p, const paged_gather& gather,
-                            int tile_start) {
-    if (part() >= PARTS) return;
-    for (int from = part(); from < TILE; from += PARTS * AT_ONCE) {
-      stored_vector<KV_TYPE, WIDTH> stored[AT_ONCE][SLOTS_PER_THREAD];
+  PA_DEVICE void add(float (&acc)[ROWS][ACCUMULATORS], const float (&own)[ROWS],
+                     const paged_gather&, int, int round, int lane) const {
 #pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) {
-        const int t = from + u * PARTS;
-        const int32_t block = t < TILE ? tile.block[t] : NO_BLOCK;
-        const bool read = block >= 0 && gather.needs(tile_start + t);
-        const int64_t base = read ? gather.value_token(p, block, tile_start + t) : 0;
+    for (int u = 0; u < TOKENS; ++u) {
+      float weights[ROWS];
+      weights_of(weights, own, (round * TOKENS + u) * PARTS + part(lane));
 #pragma unroll
-        for (int i = 0; i < SLOTS_PER_THREAD; ++i) {
-          if (read && slot(i) < SLOTS)
-            stored[u][i].load(p.value_cache, base + slot(i) * WIDTH * p.value_dim_stride);
-          else
-            stored[u][i].clear();  // 0 times what lies in memory may be NaN
-        }
-      }
+      for (int a = 0; a < ACCUMULATORS; ++a) {
+        const float element = value[u][a / WIDTH].get(a % WIDTH);
 #pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) {
-        const int t = from + u * PARTS;
-        if (t >= TILE) break;
-        const token_weights<ROWS> weights = tile.weights[t];
-#pragma unroll
-        for (int a = 0; a < ACCUMULATORS; ++a) {
-          const float value = stored[u][a / WIDTH].get(a % WIDTH);
-#pragma unroll
-          for (int r = 0; r < ROWS; ++r) acc[r][a] += weights.of[r] * value;
-        }
+        for (int r = 0; r < ROWS; ++r) acc[r][a] += weights[r] * element;
       }
     }
   }
 };
 
-/// Values whose tokens are dense (packed): a thread loads WIDTH tokens of one element.
+/// Values whose tokens are dense (packed): a lane loads WIDTH tokens of one element.
 template <int WIDTH>
 struct values_by_token {
-  static_assert(BLOCK_SIZE % WIDTH == 0 && TILE % WIDTH == 0, "a load must stay in its block");
-  static constexpr int VECTORS = TILE / WIDTH;
-  static constexpr int PARTS = smaller(VECTORS, 4);
-  static constexpr int STEP = THREADS / PARTS;
+  static_assert(BLOCK_SIZE % WIDTH == 0, "a load must stay in its block");
+  static constexpr int VECTORS = LOGICAL_WARP / WIDTH;
+  static constexpr int PARTS =
+      power_of_two_below(smaller(VECTORS, LOGICAL_WARP * 8 / HEAD_DIM));
+  static constexpr int STEP = LOGICAL_WARP / PARTS;
   static constexpr int ACCUMULATORS = ceil_div(HEAD_DIM, STEP);
+  static constexpr int ROUNDS = VECTORS / PARTS;
+  static constexpr int BATCHES = TOKEN_BATCHES;
 
-  static PA_DEVICE int part() { return threadIdx.x % PARTS; }
-  static PA_DEVICE int dim_of(int a) { return threadIdx.x / PARTS + a * STEP; }
+  stored_vector<KV_TYPE, WIDTH> value[ACCUMULATORS];
+
+  static PA_DEVICE int part(int lane) { return lane % PARTS; }
+  static PA_DEVICE int dim_of(int lane, int a) { return lane / PARTS + a * STEP; }
+
+  PA_DEVICE void load(const pagedattn_params& p, const paged_gather& gather,
+                      const run_blocks& blocks, int start, int round, int lane) {
+    const int t = (round * PARTS + part(lane)) * WIDTH;
+    const int32_t block = blocks.of(t / RUN);
+    const int64_t base = gather.value_token(p, block, start + t);
+#pragma unroll
+    for (int a = 0; a < ACCUMULATORS; ++a) {
+      const int dim = dim_of(lane, a);
+      value[a].clear();
+      if (block >= 0 && dim < HEAD_DIM && round < ROUNDS)
+        value[a].load(p.value_cache, base + dim * p.value_dim_stride);
+    }
+  }
 
   template <int ROWS>
-  static PA_DEVICE void add(float (&acc)[ROWS][ACCUMULATORS], const weighted_tile<ROWS>& tile,
-                            const pagedattn_params& p, const paged_gather& gather,
-                            int tile_start) {
-    for (int v = part(); v < VECTORS; v += PARTS) {
-      const int t = v * WIDTH;
-      const int32_t block = tile.block[t];
-      if (block < 0) continue;
-      const int64_t base = gather.value_token(p, block, tile_start + t);
-      stored_vector<KV_TYPE, WIDTH> stored[ACCUMULATORS];
+  PA_DEVICE void add(float (&acc)[ROWS][ACCUMULATORS], const float (&own)[ROWS],
+                     const paged_gather& gather, int start, int round, int lane) {
+    const int t = (round * PARTS + part(lane)) * WIDTH;
+    if (!gather.needs(start + t) || !gather.needs(start + t + WIDTH - 1)) {
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) {  // 0 times what lies there may be NaN
+        const bool needed = gather.needs(start + t + j);
+#pragma unroll
+        for (int a = 0; a < ACCUMULATORS; ++a) value[a].keep(j, needed);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+      float weights[ROWS];
+      weights_of(weights, own, t + j);
 #pragma unroll
       for (int a = 0; a < ACCUMULATORS; ++a) {
-        if (dim_of(a) < HEAD_DIM)
-          stored[a].load(p.value_cache, base + dim_of(a) * p.value_dim_stride);
-        else
-          stored[a].clear();
-      }
+        const float element = value[a].get(j);
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) {
-        if (!gather.needs(tile_start + t + j)) continue;  // 0 times what lies there may be NaN
-        const token_weights<ROWS> weights = tile.weights[t + j];
-#pragma unroll
-        for (int a = 0; a < ACCUMULATORS; ++a) {
-          const float value = stored[a].get(j);
-#pragma unroll
-          for (int r = 0; r < ROWS; ++r) acc[r][a] += weights.of[r] * value;
-        }
+        for (int r = 0; r < ROWS; ++r) acc[r][a] += weights[r] * element;
       }
     }
   }

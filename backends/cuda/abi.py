@@ -79,7 +79,7 @@ def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> 
     Parameters
     ----------
     num_splits : partitions of the keys that the grid holds
-    tokens_per_split : size of a partition, a multiple of 64; 0 lets the kernel choose
+    tokens_per_split : size of a partition, a multiple of 128; 0 lets the kernel choose
     team : warps that share a partition in the tuned kernel; 0 takes the portable one
     """
     num_tokens, num_heads, _ = call.query.shape

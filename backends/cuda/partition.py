@@ -11,7 +11,7 @@ from pagedattn.backends.protocol import Call, Problem
 INVARIANT_TOKENS = 2048
 
 # the portable kernel, as in csrc/sequence_span.cuh and csrc/portable_decode.cuh
-TILE = 64  # tokens: a partition is a whole number of tiles
+TILE = 128  # tokens: a partition is a whole number of tiles
 MAX_SPLITS = 256  # more would make the merge outweigh what they gain
 RESIDENT = 3  # blocks that a multiprocessor holds at a time
 WAVES = 4  # of blocks that follow one another, at most: a part-filled last one is waste
