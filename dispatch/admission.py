@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import arguments, chain, contents, request
+from pagedattn import arguments, chain, contents, request, shortcut
 from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Call, KVLayout
 from pagedattn.settings import reader, switch
@@ -62,6 +62,7 @@ class Admitted(NamedTuple):
     convert: bool  # some argument must be converted before a backend sees it
     spans: tuple[tuple[int, int], ...]  # `out` and what it must not overlap, see `_spans`
     plans: dict[Any, Any]  # what backends keep for calls like this one
+    slow: shortcut.Slow
 
 
 # Emptied when full, so that a server whose batch and table sizes wander cannot grow it for ever.
@@ -70,29 +71,41 @@ _MAX_ADMITTED = 4096
 chain.on_reset(_admitted.clear)
 
 
-def attend(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
-    """Validate, bind and run; the body of `paged_attention`."""
-    spec = a.backend
+def attend(a: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
+    """Validate, bind and run; the body of `paged_attention`.
+
+    Parameters
+    ----------
+    a : the fields of `Arguments`; a plain tuple will do, which is made sooner
+    """
+    spec = a[-1]
     if spec is None:
         spec = request.forced.get()
     if spec is None:
         spec = _read_backend()
-    key: tuple[Any, ...] | None
-    try:
-        key = _key(a, spec)
-        admitted = _admitted.get(key)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
-        key, admitted = None, None
+    admitted = shortcut.find(a, spec)
     if admitted is None:
-        admitted = admit(a)
-        if key is not None:
-            if len(_admitted) >= _MAX_ADMITTED:
-                _admitted.clear()
-            _admitted[key] = admitted
+        admitted = _find(Arguments(*a), spec)
     call = _prepare(a, admitted)
     if admitted.num_tokens:
         admitted.binding.run(call)
     return call.out if call.lse is None else (call.out, call.lse)
+
+
+def _find(a: Arguments, spec: str | Sequence[str] | None) -> Admitted:
+    """What is remembered under the arguments' key; what is not yet is admitted."""
+    try:
+        key = _key(a, spec)
+        admitted = _admitted.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
+        return admit(a)
+    if admitted is None:
+        admitted = admit(a)
+        if len(_admitted) >= _MAX_ADMITTED:
+            _admitted.clear()
+        _admitted[key] = admitted
+    shortcut.remember(a, spec, admitted.slow, admitted)
+    return admitted
 
 
 def _signature(t: Tensor) -> tuple[Any, ...]:
@@ -159,6 +172,7 @@ def admit(a: Arguments) -> Admitted:
         convert=_needs_conversion(a),
         spans=_spans(a),
         plans={},
+        slow=shortcut.Slow(),
     )
 
 
@@ -219,41 +233,45 @@ def _needs_conversion(a: Arguments) -> bool:
     )
 
 
-def _prepare(a: Arguments, admitted: Admitted) -> Call:
+def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
     """What depends on addresses and contents: checked each time, then made into a `Call`."""
-    num_tokens, limit, on_host = admitted.num_tokens, admitted.capacity, admitted.on_host
-    if a.out is not None:
-        _check_overlap(a, a.out, admitted.spans)
-    hint = a.max_seq_len
-    if hint is not None:
-        if hint.__class__ is not int or hint < 0:
-            arguments.check_number("max_seq_len", hint, above=-1, kind=numbers.Integral)
-        limit = min(limit, hint)
-    lengths = contents.host_lengths(a.seq_lens, limit) if on_host else None
-    starts = None
-    max_query_len = 1
-    if a.query_start_loc is not None:
-        starts = contents.host_starts(a.query_start_loc, num_tokens) if on_host else None
-        max_query_len = contents.max_query_len(a.max_query_len, starts, num_tokens)
-    elif a.max_query_len is not None:
-        arguments.check_number("max_query_len", a.max_query_len, above=0, kind=numbers.Integral)
-    if _read_check() and switch("PAGEDATTN_CHECK"):
-        _check_contents(a, limit, admitted)
-    if admitted.convert:
-        a = _convert(a, admitted.num_blocks)
     (
         query, key_cache, value_cache, tables, seq_lens, _, out, return_lse, kv_layout, start_loc,
-        window, softcap, alibi, sinks, k_scale, v_scale, _, _, num_splits, batch_invariant, _,
+        window, softcap, alibi, sinks, k_scale, v_scale, max_seq_len, longest, num_splits,
+        batch_invariant, _,
     ) = a  # fmt: skip
+    _, scale, num_tokens, limit, _, num_blocks, on_host, convert, spans, plans, _ = admitted
+    if out is not None:
+        _check_overlap(a, out, spans)
+    if max_seq_len is not None:
+        if max_seq_len.__class__ is not int or max_seq_len < 0:
+            arguments.check_number("max_seq_len", max_seq_len, above=-1, kind=numbers.Integral)
+        if max_seq_len < limit:
+            limit = max_seq_len
+    lengths = contents.host_lengths(seq_lens, limit) if on_host else None
+    starts = None
+    max_query_len = 1
+    if start_loc is not None:
+        starts = contents.host_starts(start_loc, num_tokens) if on_host else None
+        max_query_len = contents.max_query_len(longest, starts, num_tokens)
+    elif longest is not None:
+        arguments.check_number("max_query_len", longest, above=0, kind=numbers.Integral)
+    if _read_check() and switch("PAGEDATTN_CHECK"):
+        _check_contents(Arguments(*a), limit, admitted)
+    if convert:
+        (
+            _, _, _, tables, seq_lens, _, _, _, _, start_loc, _, softcap, alibi, sinks,
+            k_scale, v_scale, *_,
+        ) = _convert(Arguments(*a), num_blocks)  # fmt: skip
     if out is None:
         out = torch.empty_like(query)
     lse = None
     if return_lse:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     return Call(
-        query, key_cache, value_cache, tables, seq_lens, out, lse, kv_layout, admitted.scale,
-        limit, max_query_len, start_loc, window, softcap, alibi, sinks, k_scale, v_scale,
-        num_splits, batch_invariant, lengths, starts, "all", admitted.plans,
+        query, key_cache, value_cache, tables, seq_lens, out, lse, kv_layout, scale, limit,
+        max_query_len, start_loc, window, softcap, alibi, sinks, k_scale, v_scale, num_splits,
+        batch_invariant, lengths, starts, "all", plans,
     )  # fmt: skip
 
 
@@ -267,18 +285,17 @@ def _spans(a: Arguments) -> tuple[tuple[int, int], ...]:
     return ((out, arguments.span(a.out)), *spans)
 
 
-def _check_overlap(a: Arguments, out: Tensor, spans: tuple[tuple[int, int], ...]) -> None:
+def _check_overlap(a: tuple[Any, ...], out: Tensor, spans: tuple[tuple[int, int], ...]) -> None:
     """Compare addresses; only where ranges meet, look closer (two slices of one buffer may
     interleave without touching)."""
     start = out.data_ptr()
     end = start + spans[0][1]
-    given: tuple[Any, ...] = a
     for place, span in spans[1:]:
-        other = given[place].data_ptr()
-        if start < other + span and other < end and arguments.overlap(out, given[place]):
+        other = a[place].data_ptr()
+        if start < other + span and other < end and arguments.overlap(out, a[place]):
             raise ValueError(
-                f"out overlaps {a._fields[place]} in memory; the inputs are read while out is "
-                "written, so give it memory of its own"
+                f"out overlaps {Arguments._fields[place]} in memory; the inputs are read while out "
+                "is written, so give it memory of its own"
             )
 
 

@@ -175,13 +175,13 @@ def paged_attention(
     >>> pagedattn.paged_attention(query, cache, cache, table, length, kv_layout="NHD").shape
     torch.Size([1, 8, 64])
     """
-    given = admission.Arguments(
+    given = (
         query, key_cache, value_cache, block_tables, seq_lens, scale, out, return_lse, kv_layout,
         query_start_loc, window, softcap, alibi_slopes, sinks, k_scale, v_scale, max_seq_len,
         max_query_len, num_splits, batch_invariant, backend,
     )  # fmt: skip
     if ops.is_compiling():
-        return ops.traced_attention(given)
+        return ops.traced_attention(admission.Arguments(*given))
     return admission.attend(given)
 
 
