@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -105,6 +105,34 @@ class Call:
     # contents and addresses, `max_seq_len`, `max_query_len` and `query_part`; a key names its
     # runner, and those. It lives on: nothing large, and added to by `keep_plan`.
     plans: dict[Any, Any] | None = None
+    # What `addresses` gives, where it was asked for before: `replace` drops it, and whoever puts
+    # another tensor into a call that has it must too.
+    known_addresses: tuple[int, ...] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors lie, as a kernel is given them: query, key_cache, value_cache,
+        block_tables, seq_lens, query_start_loc, out, lse, alibi_slopes, sinks, k_scale, v_scale;
+        0 for each that is absent or a number."""
+        if self.known_addresses is not None:
+            return self.known_addresses
+        starts, lse, slopes, sinks = self.query_start_loc, self.lse, self.alibi_slopes, self.sinks
+        k_scale, v_scale = self.k_scale, self.v_scale
+        return (
+            self.query.data_ptr(),
+            self.key_cache.data_ptr(),
+            self.value_cache.data_ptr(),
+            self.block_tables.data_ptr(),
+            self.seq_lens.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+            self.out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0 if slopes is None else slopes.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            k_scale.data_ptr() if isinstance(k_scale, Tensor) else 0,
+            v_scale.data_ptr() if isinstance(v_scale, Tensor) else 0,
+        )
 
     def serves(self, query_len: int) -> bool:
         """Whether a sequence of so many query tokens is served."""

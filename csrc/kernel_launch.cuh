@@ -1,6 +1,9 @@
 // A kernel's launch, as every compiler and the tests' emulation take it.
 #pragma once
 
+#include <cstddef>
+#include <cstring>
+
 #include "problem_class.cuh"
 
 namespace pagedattn {
@@ -9,6 +12,15 @@ constexpr int64_t MOST_BLOCKS = 2147483647;  // of a grid
 
 /// Codes of an entry that refused; cudaError_t's are positive.
 enum refusal { NO_SPLITS = -1, TOO_MANY_BLOCKS = -2, BAD_SPLIT_SIZE = -3 };
+
+inline pagedattn_params params_of(const pagedattn_call& call) {
+  static_assert(offsetof(pagedattn_params, query_token_stride) == sizeof call.pointers,
+                "the pointers stand first, and nothing else before the strides");
+  pagedattn_params p = *call.shared;
+  std::memcpy(&p, call.pointers, sizeof call.pointers);
+  p.max_seq_len = static_cast<int32_t>(call.max_seq_len);
+  return p;
+}
 
 template <class Parameters>
 cudaError_t launch(void (*kernel)(Parameters), int64_t blocks, Parameters p, cudaStream_t stream) {

@@ -22,8 +22,11 @@
 
 #define PAGEDATTN_REFUSED (-16)
 
-/* Changes with any change of the struct below or of what its members mean. */
-#define PAGEDATTN_ABI_VERSION 2
+/* Members of struct pagedattn_params that are pointers; they stand first. */
+#define PAGEDATTN_POINTERS 13
+
+/* Changes with any change of the structs below or of what its members mean. */
+#define PAGEDATTN_ABI_VERSION 3
 
 /* One call. Strides are in elements; pointers are to device memory, NULL where a feature is
  * not used. Python mirrors this in backends/cuda/abi.py, member by member. */
@@ -84,14 +87,23 @@ struct pagedattn_params {
   float v_scale_value;
 };
 
+/* One launch, as it is cheapest to hand over: what calls of the same shapes share stays where it
+ * is, and the rest is packed beside its address. */
+struct pagedattn_call {
+  const struct pagedattn_params *shared;  /* its pointers and its max_seq_len are not read */
+  void *stream;                           /* a cudaStream_t */
+  int64_t max_seq_len;
+  const void *pointers[PAGEDATTN_POINTERS];  /* in the order of the struct's members */
+};
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Launch on `stream` (a cudaStream_t) of the current device. 0, or a code for pagedattn_error;
+/* Launch on the call's stream, of the current device. 0, or a code for pagedattn_error;
  * PAGEDATTN_REFUSED: the tuned kernel does not serve the call as it lies in memory, and nothing
  * was launched. */
-int pagedattn_run(const struct pagedattn_params *params, void *stream);
+int pagedattn_run(const struct pagedattn_call *call);
 
 /* Warps of the tuned kernel's blocks; 0 where the library has only the portable one. */
 int pagedattn_tuned_warps(void);

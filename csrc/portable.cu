@@ -68,8 +68,9 @@ int run(const pagedattn_params& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace pagedattn
 
-extern "C" int pagedattn_run(const pagedattn_params* params, void* stream) {
-  const int code = pagedattn::run(*params, static_cast<cudaStream_t>(stream));
+extern "C" int pagedattn_run(const pagedattn_call* call) {
+  const int code =
+      pagedattn::run(pagedattn::params_of(*call), static_cast<cudaStream_t>(call->stream));
   if (code > 0) cudaGetLastError();  // a refused launch must not be told again by the next caller
   return code;
 }

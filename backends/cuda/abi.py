@@ -1,4 +1,4 @@
-"""csrc/pagedattn.h as ctypes sees it: the struct of a call, mirrored member by member.
+"""csrc/pagedattn.h as ctypes sees it: the structs of a call, mirrored member by member.
 
 A library says which version and size of the struct it was compiled with; one that does not say
 `ABI` must not be called.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagedattn.backends.protocol import Call, Write
 
-_VERSION = 2  # PAGEDATTN_ABI_VERSION
+_VERSION = 3  # PAGEDATTN_ABI_VERSION
 #: pagedattn_run: the tuned kernel does not serve the call as it lies in memory
 REFUSED = -16
 _DENSE = 30  # key_pack_shift where a key's elements lie side by side
@@ -50,7 +50,8 @@ class Params(ctypes.Structure):
     ]
 
 
-_ADDRESSES = struct.Struct(f"{len(_POINTERS)}P")
+#: ``struct pagedattn_call``: packed at once, as an attribute of a ctypes structure takes longer
+_PACK_CALL = struct.Struct(f"PPq{len(_POINTERS)}P").pack
 
 #: what pagedattn_abi() of a fitting library says
 ABI = _VERSION * 65536 + ctypes.sizeof(Params)
@@ -58,7 +59,7 @@ ABI = _VERSION * 65536 + ctypes.sizeof(Params)
 
 def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes the types of a library's functions."""
-    library.pagedattn_run.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
+    # no argtypes: ctypes hands bytes over as they are in half the time
     library.pagedattn_run.restype = ctypes.c_int
     library.pagedattn_tuned_warps.argtypes = []
     library.pagedattn_tuned_warps.restype = ctypes.c_int
@@ -74,7 +75,7 @@ def require_success(library: ctypes.CDLL, code: int) -> None:
 
 
 def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> Params:
-    """The struct of calls like this one; `with_addresses` makes it a call's.
+    """What calls like this one share; `pack` adds what is a call's own.
 
     Parameters
     ----------
@@ -90,45 +91,31 @@ def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> 
         *cache_strides(call), call.key_cache.shape[0],
         call.seq_lens.shape[0], num_tokens, num_heads,
         call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
-        min(call.max_seq_len, _LONGEST), call.max_query_len, min(call.window or 0, _INT_MAX),
+        0, call.max_query_len, min(call.window or 0, _INT_MAX),
         num_splits, tokens_per_split, team, pack_shift(call), count(k_scale), count(v_scale),
         call.query_part == "short",
         call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
     )  # fmt: skip
 
 
-def with_addresses(params: Params, call: Call, workspace: Tensor | None) -> Params:
-    """A copy with the call's own addresses and bound of the lengths: the tensors must outlive the
-    launch.
+def pack(shared: int, call: Call, workspace: int, stream: int) -> bytes:
+    """What ``pagedattn_run`` takes: the tensors must outlive the launch.
 
     Parameters
     ----------
-    workspace : Tensor, float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]``
-        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens. None where
+    shared : where the `Params` are, which must outlive it too
+    workspace : where float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]`` is
+        With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens. 0 where
         the tuned kernel has one partition and one query token per sequence.
     """
-    made = Params.from_buffer_copy(params)
-    starts, lse, slopes, sinks = call.query_start_loc, call.lse, call.alibi_slopes, call.sinks
-    k_scale, v_scale = call.k_scale, call.v_scale
-    _ADDRESSES.pack_into(
-        made,
-        0,
-        call.query.data_ptr(),
-        call.key_cache.data_ptr(),
-        call.value_cache.data_ptr(),
-        call.block_tables.data_ptr(),
-        call.seq_lens.data_ptr(),
-        0 if starts is None else starts.data_ptr(),
-        call.out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        k_scale.data_ptr() if isinstance(k_scale, Tensor) else 0,
-        v_scale.data_ptr() if isinstance(v_scale, Tensor) else 0,
-        0 if workspace is None else workspace.data_ptr(),
+    longest = call.max_seq_len
+    return _PACK_CALL(
+        shared,
+        stream,
+        longest if longest < _LONGEST else _LONGEST,
+        *call.addresses(),
+        workspace,
     )
-    made.max_seq_len = min(call.max_seq_len, _LONGEST)
-    return made
 
 
 def cache_strides(call: Call | Write) -> tuple[int, ...]:

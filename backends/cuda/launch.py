@@ -14,9 +14,9 @@ from pagedattn.backends.cuda.abi import (
     REFUSED,
     Params,
     declare,
+    pack,
     params_of,
     require_success,
-    with_addresses,
 )
 from pagedattn.backends.cuda.partition import Partition
 from pagedattn.backends.protocol import Call, Problem, keep_plan
@@ -24,13 +24,14 @@ from pagedattn.backends.protocol import Call, Problem, keep_plan
 log = logging.getLogger("pagedattn")
 
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
-_BOUNDS = 512  # tokens: a plan is for lengths up to a multiple of it
+_BOUNDS = 512  # tokens: a plan is for lengths up to a multiple of it, or to a power of two below
 
 
 class _Plan(NamedTuple):
     """What calls of the same shapes share."""
 
-    params: Params  # without addresses, and with a bound of the lengths that is too large
+    params: Params
+    address: int  # of the params
     workspace: int  # float32 elements
 
 
@@ -45,6 +46,7 @@ class CudaRunner:
     def __init__(self, library: ctypes.CDLL, problem: Problem) -> None:
         declare(library)
         self._library = library
+        self._launch_packed = library.pagedattn_run
         self._problem = problem
         self._told = False
         self._warps: int = library.pagedattn_tuned_warps()
@@ -57,14 +59,15 @@ class CudaRunner:
             self._multiprocessors = properties.multi_processor_count
 
     def __call__(self, call: Call) -> None:
-        if self._device is None or self._device == torch.cuda.current_device():
+        # of torch.cuda.current_device() the part that asks: with tensors there it is initialised
+        if self._device is None or self._device == torch._C._cuda_getDevice():
             self._run(call)
             return
         with torch.cuda.device(self._device):
             self._run(call)
 
     def _run(self, call: Call) -> None:
-        code = self.tuned(call) if self._warps else REFUSED
+        code = self._launch(call, "tuned") if self._warps else REFUSED
         if code == REFUSED:
             if self._warps and not self._told:
                 self._told = True
@@ -72,8 +75,9 @@ class CudaRunner:
                     "the tuned kernel cannot copy these tensors as they lie in memory (strides and "
                     "addresses of 16 bytes): the portable one, slower, serves such calls"
                 )
-            code = self.portable(call)
-        require_success(self._library, code)
+            code = self._launch(call, "portable")
+        if code:
+            require_success(self._library, code)
 
     def tuned(self, call: Call) -> int:
         """Launch the tuned kernels; `REFUSED` where they do not serve the call."""
@@ -84,8 +88,13 @@ class CudaRunner:
         return self._launch(call, "portable")
 
     def _launch(self, call: Call, kernels: str) -> int:
-        # a bound that grows with each step is one plan's for many of them
-        bound = -(-call.max_seq_len // _BOUNDS) * _BOUNDS
+        # a bound that grows with each step is one plan's for many of them; but where a block holds
+        # all keys there is nothing to merge
+        longest = call.max_seq_len
+        if longest > _BOUNDS:
+            bound = -(-longest // _BOUNDS) * _BOUNDS
+        else:
+            bound = 1 << (longest - 1).bit_length()
         key = (self, kernels, bound, call.max_query_len, call.query_part)
         plan: _Plan | None = None if call.plans is None else call.plans.get(key)
         if plan is None:
@@ -94,8 +103,14 @@ class CudaRunner:
         workspace = None
         if plan.workspace:  # of this call alone: the allocator keeps streams apart
             workspace = torch.empty(plan.workspace, dtype=torch.float32, device=call.query.device)
-        params = with_addresses(plan.params, call, workspace)
-        code: int = self._library.pagedattn_run(params, current_stream(self._device))
+        code: int = self._launch_packed(
+            pack(
+                plan.address,
+                call,
+                0 if workspace is None else workspace.data_ptr(),
+                current_stream(self._device) or 0,
+            )
+        )
         return code
 
     def _plan(self, call: Call, kernels: str) -> _Plan:
@@ -103,7 +118,8 @@ class CudaRunner:
             part = partition.tuned(call, self._problem, self._multiprocessors, self._warps)
         else:
             part = partition.portable(call, self._problem, self._multiprocessors)
-        return _Plan(params_of(call, *part), _workspace_size(call, part))
+        params = params_of(call, *part)
+        return _Plan(params, ctypes.addressof(params), _workspace_size(call, part))
 
 
 def _workspace_size(call: Call, part: Partition) -> int:

@@ -1,8 +1,9 @@
 // The tuned kernels alone, so that many classes of problems compile in little time.
 #include "tuned.cuh"
 
-extern "C" int pagedattn_run(const pagedattn_params* p, void* stream) {
-  return pagedattn::run_tuned(*p, static_cast<cudaStream_t>(stream));
+extern "C" int pagedattn_run(const pagedattn_call* call) {
+  return pagedattn::run_tuned(pagedattn::params_of(*call),
+                              static_cast<cudaStream_t>(call->stream));
 }
 extern "C" const char* pagedattn_error(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
