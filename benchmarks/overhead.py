@@ -26,9 +26,10 @@ import torch
 from _results import write
 
 import pagedattn
-from pagedattn import admission
+from pagedattn import admission, shortcut
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Call, KVLayout, Problem, Runner
+from pagedattn.given import Arguments
 
 LIMIT_US = 15.0
 EAGER_LIMIT_US = 40.0
@@ -73,7 +74,7 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
     def call(**options: Any) -> Callable[[], Any]:
         return lambda: pagedattn.paged_attention(*tensors, backend="nothing", **options)
 
-    given = admission.Arguments(
+    given = Arguments(
         *tensors, None, None, False, "packed", None, None, None, None, None, None, None, None,
         None, None, False, "nothing",
     )  # fmt: skip
@@ -89,7 +90,8 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
             alibi_slopes=torch.zeros(24, device=device), max_seq_len=1000, num_splits=4,
             query_start_loc=starts, max_query_len=1, k_scale=0.5, v_scale=0.5,
         ),
-        "part: key of the shapes": lambda: admission._key(given, "nothing"),
+        "part: the shortcut to what was admitted": lambda: shortcut.find(given, "nothing"),
+        "part: key of the shapes, without it": lambda: admission._key(given, "nothing"),
         "part: checks of contents, and the Call": lambda: admission._prepare(given, admitted),
         "part: allocating the output": lambda: torch.empty_like(query),
         "part: the binding": lambda: admitted.binding.run(prepared),

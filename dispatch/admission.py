@@ -14,39 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import arguments, chain, contents, request, shortcut
+from pagedattn import arguments, chain, contents, given, request, shortcut
 from pagedattn.backends.layouts import CacheShape
-from pagedattn.backends.protocol import Call, KVLayout
+from pagedattn.backends.protocol import Call
+from pagedattn.given import Arguments, Reach
 from pagedattn.settings import reader, switch
 
 _read_backend = reader("PAGEDATTN_BACKEND")
 _read_check = reader("PAGEDATTN_CHECK")
-
-
-class Arguments(NamedTuple):
-    """The arguments of `paged_attention`, as given."""
-
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    scale: float | None
-    out: Tensor | None
-    return_lse: bool
-    kv_layout: KVLayout
-    query_start_loc: Tensor | None
-    window: int | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
-    max_seq_len: int | None
-    max_query_len: int | None
-    num_splits: int | None
-    batch_invariant: bool
-    backend: str | Sequence[str] | None
 
 
 class Admitted(NamedTuple):
@@ -60,7 +35,7 @@ class Admitted(NamedTuple):
     num_blocks: int
     on_host: bool  # lengths and tables can be read without synchronising
     convert: bool  # some argument must be converted before a backend sees it
-    spans: tuple[tuple[int, int], ...]  # `out` and what it must not overlap, see `_spans`
+    reach: Reach | None  # of the tensors that `out` must not overlap; None without an `out`
     plans: dict[Any, Any]  # what backends keep for calls like this one
     slow: shortcut.Slow
 
@@ -170,7 +145,7 @@ def admit(a: Arguments) -> Admitted:
         num_blocks=shape.num_blocks,
         on_host=a.query.device.type == "cpu",
         convert=_needs_conversion(a),
-        spans=_spans(a),
+        reach=given.reach_of(a),
         plans={},
         slow=shortcut.Slow(),
     )
@@ -240,9 +215,8 @@ def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
         window, softcap, alibi, sinks, k_scale, v_scale, max_seq_len, longest, num_splits,
         batch_invariant, _,
     ) = a  # fmt: skip
-    _, scale, num_tokens, limit, _, num_blocks, on_host, convert, spans, plans, _ = admitted
-    if out is not None:
-        _check_overlap(a, out, spans)
+    _, scale, num_tokens, limit, _, num_blocks, on_host, convert, reach, plans, _ = admitted
+    addresses = None if reach is None else given.addresses(a, reach)
     if max_seq_len is not None:
         if max_seq_len.__class__ is not int or max_seq_len < 0:
             arguments.check_number("max_seq_len", max_seq_len, above=-1, kind=numbers.Integral)
@@ -254,7 +228,7 @@ def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
     if start_loc is not None:
         starts = contents.host_starts(start_loc, num_tokens) if on_host else None
         max_query_len = contents.max_query_len(longest, starts, num_tokens)
-    elif longest is not None:
+    elif longest is not None and (longest.__class__ is not int or longest < 1):
         arguments.check_number("max_query_len", longest, above=0, kind=numbers.Integral)
     if _read_check() and switch("PAGEDATTN_CHECK"):
         _check_contents(Arguments(*a), limit, admitted)
@@ -263,40 +237,20 @@ def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
             _, _, _, tables, seq_lens, _, _, _, _, start_loc, _, softcap, alibi, sinks,
             k_scale, v_scale, *_,
         ) = _convert(Arguments(*a), num_blocks)  # fmt: skip
+        addresses = None
     if out is None:
         out = torch.empty_like(query)
     lse = None
     if return_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return Call(
+        lse = torch.empty(num_tokens, query.shape[1], dtype=torch.float32, device=query.device)
+        addresses = None
+    call = Call(
         query, key_cache, value_cache, tables, seq_lens, out, lse, kv_layout, scale, limit,
         max_query_len, start_loc, window, softcap, alibi, sinks, k_scale, v_scale, num_splits,
         batch_invariant, lengths, starts, "all", plans,
     )  # fmt: skip
-
-
-def _spans(a: Arguments) -> tuple[tuple[int, int], ...]:
-    """Place among the arguments of each tensor that `out` must not overlap, and the bytes from
-    its first to its last element; `out` itself first. Empty without one."""
-    if a.out is None:
-        return ()
-    out = a._fields.index("out")
-    spans = [(i, arguments.span(t)) for i, t in enumerate(a) if isinstance(t, Tensor) and i != out]
-    return ((out, arguments.span(a.out)), *spans)
-
-
-def _check_overlap(a: tuple[Any, ...], out: Tensor, spans: tuple[tuple[int, int], ...]) -> None:
-    """Compare addresses; only where ranges meet, look closer (two slices of one buffer may
-    interleave without touching)."""
-    start = out.data_ptr()
-    end = start + spans[0][1]
-    for place, span in spans[1:]:
-        other = a[place].data_ptr()
-        if start < other + span and other < end and arguments.overlap(out, a[place]):
-            raise ValueError(
-                f"out overlaps {Arguments._fields[place]} in memory; the inputs are read while out "
-                "is written, so give it memory of its own"
-            )
+    call.known_addresses = addresses
+    return call
 
 
 def _check_contents(a: Arguments, limit: int, admitted: Admitted) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagedattn import admission, arguments, cache, ops
 from pagedattn.backends import states
 from pagedattn.backends.protocol import KVLayout, Write
+from pagedattn.given import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -181,7 +182,7 @@ def paged_attention(
         max_query_len, num_splits, batch_invariant, backend,
     )  # fmt: skip
     if ops.is_compiling():
-        return ops.traced_attention(admission.Arguments(*given))
+        return ops.traced_attention(Arguments(*given))
     return admission.attend(given)
 
 

@@ -61,7 +61,7 @@ def max_query_len(hint: int | None, starts: list[int] | None, num_tokens: int) -
     ValueError, TypeError
         If the hint is no integer above 0, or a sequence has more tokens than it says.
     """
-    if hint is not None:
+    if hint is not None and (hint.__class__ is not int or hint < 1):  # what is right costs nothing
         check_number("max_query_len", hint, above=0, kind=numbers.Integral)
     if starts is None:
         return num_tokens if hint is None else min(hint, num_tokens)

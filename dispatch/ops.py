@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagedattn import admission, cache
 from pagedattn.backends.protocol import Write
+from pagedattn.given import Arguments
 
 is_compiling: Callable[[], bool] = (
     getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
@@ -34,7 +35,7 @@ _library.define(
 )
 
 
-def traced_attention(a: admission.Arguments) -> Tensor | tuple[Tensor, Tensor]:
+def traced_attention(a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     """`paged_attention` as it appears in a traced graph."""
     out = a.query.new_empty(a.query.shape) if a.out is None else a.out
     lse = a.query.new_empty(a.query.shape[:2], dtype=torch.float32) if a.return_lse else None
@@ -73,7 +74,7 @@ def _attend(
     max_seq_len: int | None, max_query_len: int | None, num_splits: int | None,
     batch_invariant: bool, backend: str | None,
 ) -> None:  # fmt: skip
-    given = admission.Arguments(
+    given = Arguments(
         query, key_cache, value_cache, block_tables, seq_lens, scale, out, lse is not None,
         kv_layout, query_start_loc, window, softcap, alibi_slopes, sinks,
         k_scales if k_scale is None else k_scale, v_scales if v_scale is None else v_scale,

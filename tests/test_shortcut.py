@@ -18,12 +18,13 @@ from torch import Tensor
 import pagedattn
 from pagedattn import admission, chain, shortcut
 from pagedattn.backends.protocol import Call
+from pagedattn.given import Arguments
 
 pytestmark = [
     pytest.mark.usefixtures("told"),
     pytest.mark.skipif(shortcut.check_of is None, reason="this torch has no check of tensors"),
 ]
-FIELDS = admission.Arguments._fields
+FIELDS = Arguments._fields
 TENSORS = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "out", "query_start_loc",
     "alibi_slopes", "sinks", "k_scale", "v_scale",

@@ -3,11 +3,12 @@
 A jitted call binds some fifty arguments by name, looks at each one's type and alignment, and
 looks the compiled kernel up. Here that is done once for each pattern of pointer alignments; a
 warm launch hands addresses to the compiled kernel. As numbers, for those its launcher takes as
-they are: it asks the driver about every tensor.
+they are, 0 for none: it asks the driver about every tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,13 +80,17 @@ class Launch:
         """Launch on the current stream of the current device, which holds the tensors."""
         if self._run is None and not self._prepare(pointers):
             return
-        self._run(
-            *self._grid,
-            torch._C._cuda_getCurrentRawStream(pointers[0].get_device()),  # type: ignore[union-attr]
-            *self._middle,
-            *[p if p is None else p.data_ptr() for p in pointers],
-            *self._rest,
-        )
+        device = pointers[0].get_device()  # type: ignore[union-attr]
+        addresses = [0 if p is None else p.data_ptr() for p in pointers]
+        self.again(torch._C._cuda_getCurrentRawStream(device), addresses)
+
+    def again(self, stream: int, addresses: Sequence[int]) -> bool:
+        """Launch with addresses instead of tensors, 0 for None; False if that cannot be yet."""
+        run = self._run
+        if run is None:
+            return False
+        run(*self._grid, stream, *self._middle, *addresses, *self._rest)
+        return True
 
     def _prepare(self, pointers: Pointers) -> bool:
         """Whether the compiled kernel was there; if it was not, this has launched it."""

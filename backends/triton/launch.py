@@ -54,12 +54,8 @@ class TritonRunner:
             self._run(call)
 
     def _run(self, call: Call) -> None:
-        misaligned = (
-            call.query.data_ptr()
-            | call.key_cache.data_ptr()
-            | call.value_cache.data_ptr()
-            | call.out.data_ptr()
-        ) % 16
+        addresses = call.addresses()
+        misaligned = (addresses[0] | addresses[1] | addresses[2] | addresses[6]) % 16
         plans = call.plans
         key = (self, call.max_seq_len, call.max_query_len, call.query_part)
         plan: Plan | None = None if plans is None or misaligned else plans.get(key)
@@ -71,7 +67,10 @@ class TritonRunner:
             # where the host knows the queries' lengths the plan is these lengths'
             if not misaligned and call.host_query_start is None:
                 keep_plan(call, key, plan)
-        _launch(plan, call)
+        device = self._device
+        # the interpreter has none, and takes no addresses
+        stream = 0 if device is None else torch._C._cuda_getCurrentRawStream(device)
+        _launch(plan, call, addresses, stream)
 
     def _plan(self, call: Call) -> Plan:
         plan = Plan()
@@ -166,18 +165,28 @@ def _no_sequences(call: Call) -> None:
         call.lse.fill_(-math.inf)
 
 
-def _launch(plan: Plan, call: Call) -> None:
-    if plan.decode is not None:
-        states = call.out
-        if plan.partial:  # of this call, as the allocator keeps streams apart
-            states = torch.empty(plan.partial, dtype=torch.float32, device=call.query.device)
-        plan.decode(_pointers(call, states))
-        if plan.merge is not None:
-            plan.merge(
-                (states, call.seq_lens, call.query_start_loc, call.out, call.lse, call.sinks)
-            )
-    if plan.prefill is not None:
-        plan.prefill(_pointers(call, call.out))
+def _launch(plan: Plan, call: Call, addresses: tuple[int, ...], stream: int) -> None:
+    decode, prefill = plan.decode, plan.prefill
+    if plan.merge is not None:
+        _launch_merged(plan, call, addresses, stream)
+    elif decode is not None and not decode.again(stream, addresses):
+        decode(_pointers(call, call.out))
+    if prefill is not None and not prefill.again(stream, addresses):
+        prefill(_pointers(call, call.out))
+
+
+def _launch_merged(plan: Plan, call: Call, addresses: tuple[int, ...], stream: int) -> None:
+    decode, partial, merge, _ = plan
+    assert decode is not None
+    assert merge is not None
+    # of this call, as the allocator keeps streams apart
+    states = torch.empty(partial, dtype=torch.float32, device=call.query.device)
+    first = states.data_ptr()
+    if not decode.again(stream, (*addresses[:6], first, *addresses[7:])):
+        decode(_pointers(call, states))
+    _, _, _, _, lengths, starts, out, lse, _, sinks, _, _ = addresses
+    if not merge.again(stream, (first, lengths, starts, out, lse, sinks)):
+        merge((states, call.seq_lens, call.query_start_loc, call.out, call.lse, call.sinks))
 
 
 def _pointers(call: Call, out: Tensor) -> Pointers:

@@ -70,7 +70,21 @@ def test_a_warm_launch_hands_over_addresses_and_every_constant(log: list[Any]) -
     assert log[1][0] == "warm"
     assert log[1][2:] == (
         1, 2, 3, "stream", "function", "metadata", None, None, None,
-        other.data_ptr(), b.data_ptr(), None, *NUMBERS, 16, True,
+        other.data_ptr(), b.data_ptr(), 0, *NUMBERS, 16, True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not fast_launch._KNOWN, reason="this Triton's launcher is not known")
+def test_addresses_alone_will_do_once_the_launcher_is_there(log: list[Any]) -> None:
+    kernel = fast_launch.FastKernel(_kernel, {"SIZE": 16, "FLAG": True}, {})
+    launch, a = _launch(kernel), torch.zeros(8)
+    for _ in range(2):
+        assert not launch.again(5, (48, 64, 0)), "nothing is compiled, or nobody looked for it"
+        launch((a, a, None))
+    assert launch.again(5, (48, 64, 0))
+    assert [entry[0] for entry in log] == ["cold", "warm", "warm"]
+    assert log[2][2:] == (
+        1, 2, 3, 5, "function", "metadata", None, None, None, 48, 64, 0, *NUMBERS, 16, True,
     )  # fmt: skip
 
 
