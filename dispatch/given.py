@@ -90,7 +90,7 @@ def addresses(a: tuple[Any, ...], reach: Reach) -> tuple[int, ...]:
     start = found[out]
     end = start + out_span
     for address, span in zip(found, spans):  # noqa: B905 (of one length; asking costs)
-        if start < address + span and address < end:
+        if address < end and start < address + span:
             _check_overlap(a)
             break
     found.append(0)

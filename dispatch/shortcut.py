@@ -2,7 +2,7 @@
 
 Reading the shapes, strides, types and devices of six tensors in Python, and hashing them, takes a
 third of a warm call. torch has a check of many tensors at once, made for what it compiles, which
-takes a fifth of that. So the last few arguments that were admitted are kept as such a check and
+takes a quarter of that. So the last few arguments that were admitted are kept as such a check and
 the options beside it: where both fit, the key need not be made.
 
 The check belongs to torch's private interface. Where it is missing, or was seen not to tell apart
