@@ -44,6 +44,7 @@ class Admitted(NamedTuple):
 _admitted: dict[Any, Admitted] = {}
 _MAX_ADMITTED = 4096
 chain.on_reset(_admitted.clear)
+chain.on_reset(shortcut.forget)  # after that: what it is told of is found there
 
 
 def attend(a: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,6 +70,7 @@ def attend(a: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
 
 def _find(a: Arguments, spec: str | Sequence[str] | None) -> Admitted:
     """What is remembered under the arguments' key; what is not yet is admitted."""
+    recent = shortcut.recent()
     try:
         key = _key(a, spec)
         admitted = _admitted.get(key)
@@ -79,7 +81,7 @@ def _find(a: Arguments, spec: str | Sequence[str] | None) -> Admitted:
         if len(_admitted) >= _MAX_ADMITTED:
             _admitted.clear()
         _admitted[key] = admitted
-    shortcut.remember(a, spec, admitted.slow, admitted)
+    shortcut.remember(recent, a, spec, admitted.slow, admitted)
     return admitted
 
 

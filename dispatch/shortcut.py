@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import chain
-
 if TYPE_CHECKING:
     from pagedattn.admission import Admitted
 
@@ -52,7 +50,7 @@ class Slow:
 
 # A model's layers have a few kinds of calls; with more, looking here would cost more than it saves.
 _MOST = 4
-_recent: tuple[Shortcut, ...] = ()  # the latest first; replaced whole, as threads read it
+_recent: list[Shortcut] = []  # the latest first
 
 
 def find(a: Sequence[Any], spec: Any) -> Admitted | None:
@@ -109,28 +107,32 @@ def _options(a: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def remember(a: Sequence[Any], spec: Any, slow: Slow, admitted: Admitted) -> None:
+def recent() -> list[Shortcut]:
+    """What `remember` adds to. A reset leaves it for another: so it is asked for before what is to
+    be remembered, and nothing that was found before a reset is remembered after it."""
+    return _recent
+
+
+def remember(
+    recent: list[Shortcut], a: Sequence[Any], spec: Any, slow: Slow, admitted: Admitted
+) -> None:
     """Keep a shortcut to what was found by its key.
 
     It is made the first, second, fourth, eighth … time: it fails in another mode of torch than it
     was made in, and where many kinds of calls push one another out, making it must not be what
     they do.
     """
-    global _recent
     slow.times += 1
     if slow.times & (slow.times - 1) == 0:
         slow.shortcut = _shortcut(a, spec, admitted)
     if slow.shortcut is not None:
-        others = [one for one in _recent if one.admitted is not admitted]
-        _recent = (slow.shortcut, *others[: _MOST - 1])
+        others = [one for one in recent if one.admitted is not admitted]
+        recent[:] = (slow.shortcut, *others[: _MOST - 1])
 
 
-def _forget() -> None:
+def forget() -> None:
     global _recent
-    _recent = ()
-
-
-chain.on_reset(_forget)
+    _recent = []
 
 
 def _shortcut(a: Sequence[Any], spec: Any, admitted: Admitted) -> Shortcut | None:

@@ -238,7 +238,25 @@ def test_a_reset_forgets_it() -> None:
     warm(given)
     chain.reset()
     assert found(given) is None
-    assert shortcut._recent == ()
+    assert shortcut._recent == []
+
+
+def test_what_was_found_before_a_reset_is_not_remembered_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = plain()
+    find = admission._key
+
+    def interrupted(*arguments: Any) -> Any:
+        key = find(*arguments)
+        chain.reset()  # by another thread
+        return key
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "_key", interrupted)
+        pagedattn.paged_attention(**given)
+    assert found(given) is None
+    warm(given)
 
 
 def test_it_keeps_no_tensor_alive() -> None:
@@ -312,4 +330,4 @@ def test_where_torch_has_no_check_calls_go_by_their_keys(monkeypatch: pytest.Mon
     given = plain()
     for scale in (1.0, 2.0, 1.0, 2.0):
         assert pagedattn.paged_attention(**{**given, "scale": scale})[0, 0, 0] == scale
-    assert shortcut._recent == ()
+    assert shortcut._recent == []
