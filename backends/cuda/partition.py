@@ -25,6 +25,8 @@ TILE_ROWS = 8  # query rows of a team
 #: bytes in flight that saturate a multiprocessor's share of an H200's memory, measured: with more,
 #: one long sequence takes longer, as more has to drain in the end
 _BYTES_IN_FLIGHT = 65536
+#: items that a warp takes one after the other in less time than a merge takes, measured
+_ALONE = 3
 
 
 class Partition(NamedTuple):
@@ -84,6 +86,8 @@ def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Par
     if units >= blocks * multiprocessors:  # none is split, and a second block fills the gaps
         blocks = max(2, blocks)
     workers = max(1, min(items, blocks * multiprocessors * warps // units))
+    if items <= _ALONE * warps:
+        workers = min(workers, warps)
     if workers >= warps:
         return Partition(workers // warps, 0, warps)
     team = 1 << (workers.bit_length() - 1)
