@@ -58,9 +58,9 @@ def _attend_rows(
 ):  # fmt: skip
     """One split of one tile of rows, from its query to where its result goes.
 
-    With PARTIAL the state goes to fp32 ``out_ptr``, for the merge: ``[split, token, head, D]``
-    outputs (normalised), then ``[split, token, head]`` log2-sum-exps. Without it the final output
-    and natural log-sum-exp are written.
+    With PARTIAL the state goes to fp32 ``out_ptr``, for the merge: ``[token, head, split, D]``
+    outputs (normalised), then ``[token, head, split]`` log2-sum-exps, so that a row's lie together.
+    Without it the final output and natural log-sum-exp are written.
     """
     row = tl.arange(0, ROWS)
     row_token = tile_start + row // GROUP  # among the sequence's query tokens
@@ -145,7 +145,7 @@ def _attend_rows(
     lse = tl.where(broken, float("nan"), lse)
     out_mask = row_valid[:, None] & (dim[None, :] < D)
     if PARTIAL:
-        place = (split * num_tokens + token) * NUM_HEADS + row_head
+        place = (token * NUM_HEADS + row_head) * num_splits + split
         tl.store(out_ptr + place[:, None] * D + dim[None, :], out, mask=out_mask)
         lse_start = num_splits.to(tl.int64) * num_tokens * NUM_HEADS * D
         tl.store(out_ptr + lse_start + place, lse, mask=row_valid)
@@ -253,11 +253,12 @@ def merge(
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     lse_start = num_splits.to(tl.int64) * num_tokens * NUM_HEADS * D
+    row_start = (token.to(tl.int64) * NUM_HEADS + head) * num_splits
     if OVERLAP:
         gdc_wait()
     for base in range(0, active, SPLITS):
         split = base + lane
-        place = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
+        place = row_start + split
         lse = tl.load(partial_ptr + lse_start + place, mask=split < active, other=float("-inf"))
         mask = (split < active)[:, None] & (dim[None, :] < D)
         part = tl.load(partial_ptr + place[:, None] * D + dim[None, :], mask=mask, other=0.0)

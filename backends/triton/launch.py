@@ -117,10 +117,7 @@ class TritonRunner:
     def _merge(self, call: Call, splits: Splits, tile: int) -> Launch:
         num_tokens, num_heads, head_dim = call.query.shape
         out = call.out
-        lanes = min(128, 1 << (splits.number - 1).bit_length())
-        if call.batch_invariant:  # the order of the sum must not follow the longest sequence
-            lanes = 16
-        dims = max(32, min(tuning.padded(head_dim), 4096 // lanes))
+        lanes, dims = tuning.merge_tile(splits.number, head_dim, call.batch_invariant)
         return Launch(
             self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None),
             (num_tokens, num_heads, -(-head_dim // dims)),

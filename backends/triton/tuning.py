@@ -159,3 +159,12 @@ def split_count(groups: int, max_len: int, device: str, tiling: Tiling) -> int:
     wanted = int(multiprocessors(device) * tiling.programs_per_sm) // groups
     most = -(-max_len // max(tiling.tile, tiling.min_tokens))
     return max(1, min(wanted, most, MAX_SPLITS))
+
+
+def merge_tile(splits: int, head_dim: int, batch_invariant: bool) -> tuple[int, int]:
+    """Splits and dimensions that a merge's program takes at a time: every further turn is as long
+    as the memory takes to answer."""
+    # fixed where the order of the sum must not follow the longest sequence
+    lanes = 16 if batch_invariant else min(512, 1 << (splits - 1).bit_length())
+    values = 8192 if lanes > 128 else 4096
+    return lanes, min(padded(head_dim), values // lanes)
