@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +64,30 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
 
 
 def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
+    """Bytes of stack (spills) and of shared memory that the kernel takes."""
     with _roomy(capability):
         tiling = tuning.decode_tiling(p, tuning.rows(p.group, queries), work)
-    return _compile(kernels.decode, p, queries, capability, tiling)
+    if p.kv_dtype.itemsize == 1:
+        cubin, shared = _process(capability).submit(
+            _compile, "decode", p, queries, capability, tiling
+        ).result()  # fmt: skip
+    else:
+        cubin, shared = _compile("decode", p, queries, capability, tiling)
+    return _stack(cubin), shared
+
+
+@functools.cache
+def _process(capability: int) -> ProcessPoolExecutor:
+    """One for each capability: how Triton converts the types of 8 bits it settles, in a process,
+    for the GPU that it compiles for first."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _compile_prefill(p: Problem, capability: int) -> tuple[int, int]:
     with _roomy(capability):
         tiling, queries = tuning.prefill_tiling(p), tuning.prefill_queries(p)
-    return _compile(kernels.prefill, p, queries, capability, tiling)
+    cubin, shared = _compile("prefill", p, queries, capability, tiling)
+    return _stack(cubin), shared
 
 
 @contextlib.contextmanager
@@ -82,9 +100,10 @@ def _roomy(capability: int) -> Iterator[None]:
 
 
 def _compile(
-    kernel: Any, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
-) -> tuple[int, int]:
-    """Bytes of stack (spills) and of shared memory that a kernel takes."""
+    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
+) -> tuple[bytes, int]:
+    """A kernel for a GPU, and the bytes of shared memory that it takes."""
+    kernel: Any = getattr(kernels, kernel_name)
     constants = {k: v for k, v in _constants(p, tiling, queries).items() if k in kernel.arg_names}
     name = _TYPES[p.dtype][0]
     signature: dict[str, str] = {}
@@ -111,10 +130,11 @@ def _compile(
     )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _stack(compiled.asm["cubin"]), compiled.metadata.shared
+    return compiled.asm["cubin"], compiled.metadata.shared
 
 
 def _stack(cubin: bytes) -> int:
+    """Bytes of stack that a kernel takes, which are its spills."""
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     path = Path(os.environ["PAGEDATTN_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(cubin)
