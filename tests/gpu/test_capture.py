@@ -231,7 +231,7 @@ def test_two_streams_at_once_do_not_share_a_workspace(place: Any, layout: KVLayo
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     results: list[list[Tensor]] = [[], []]
-    for _ in range(20):
+    for _ in range(1000):
         for stream, g, found in zip(streams, given, results, strict=True):
             with torch.cuda.stream(stream):
                 found.append(pagedattn.paged_attention(**g, backend=place.backend))
