@@ -9,7 +9,9 @@
 
 namespace pagedattn {
 
-__host__ __device__ constexpr int size_of_type(int type) { return type <= PA_BF16 ? 2 : type == PA_F32 ? 4 : 1; }
+__host__ __device__ constexpr int size_of_type(int type) {
+  return type <= PA_BF16 ? 2 : type == PA_F32 ? 4 : 1;
+}
 
 /// The float that an element's bits stand for.
 template <int TYPE>
@@ -158,7 +160,9 @@ struct stored_vector {
   }
 
   /// Element `i`, which must be clear before.
-  PA_DEVICE void set(int i, unsigned bits) { bytes.word[i * SIZE / 4] |= bits << (i * SIZE % 4 * 8); }
+  PA_DEVICE void set(int i, unsigned bits) {
+    bytes.word[i * SIZE / 4] |= bits << (i * SIZE % 4 * 8);
+  }
 
   PA_DEVICE float get(int i) const { return to_float<TYPE>(bits(i)); }
 };

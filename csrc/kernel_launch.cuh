@@ -14,6 +14,7 @@ constexpr int64_t MOST_BLOCKS = 2147483647;  // of a grid
 enum refusal { NO_SPLITS = -1, TOO_MANY_BLOCKS = -2, BAD_SPLIT_SIZE = -3 };
 
 inline pagedattn_params params_of(const pagedattn_call& call) {
+  static_assert(sizeof(pagedattn_call) == (3 + PAGEDATTN_POINTERS) * 8, "as Python packs it");
   static_assert(offsetof(pagedattn_params, query_token_stride) == sizeof call.pointers,
                 "the pointers stand first, and nothing else before the strides");
   pagedattn_params p = *call.shared;

@@ -12,11 +12,13 @@
 namespace pagedattn {
 
 constexpr int KEY_LANES = 4;
+static_assert(RUN == 8, "lane_of_token shifts by its logarithm");
 static_assert(KEY_LANES == RUNS, "each of a key's lanes ends with the token of one run");
 
 /// The token of the logical warp's 32 whose scores a lane ends with.
 PA_DEVICE int token_of_lane(int lane) { return lane / KEY_LANES + lane % KEY_LANES * RUN; }
-/// By bits: of `token / RUN` nvcc 13.0 dropped the shift for odd tokens, in a loop that it kept.
+/// By bits, as nvcc 13.0 compiled `token % RUN * KEY_LANES + token / RUN` on ints wrongly: in a
+/// loop that it kept it left the division out where the token was odd.
 PA_DEVICE unsigned lane_of_token(unsigned token) {
   return (token & (RUN - 1)) * KEY_LANES + ((token >> 3) & (RUNS - 1));
 }

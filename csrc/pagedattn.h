@@ -28,8 +28,9 @@
 /* Changes with any change of the structs below or of what its members mean. */
 #define PAGEDATTN_ABI_VERSION 3
 
-/* One call. Strides are in elements; pointers are to device memory, NULL where a feature is
- * not used. Python mirrors this in backends/cuda/abi.py, member by member. */
+/* What calls of the same shapes share; `pagedattn_call` adds what is a call's own. Strides are in
+ * elements; pointers are to device memory, NULL where a feature is not used. Python mirrors this
+ * in backends/cuda/abi.py, member by member. */
 struct pagedattn_params {
   const void *query;               /* [num_tokens, num_heads, head_dim], innermost dense */
   const void *key_cache;           /* see the key and value strides */

@@ -23,7 +23,8 @@ struct partial_store {
   int num_heads, num_splits;
 
   PA_DEVICE explicit partial_store(const pagedattn_params& p)
-      : values(p.workspace), num_tokens(p.skip_longer ? static_cast<int64_t>(p.num_seqs) * p.max_query_len
+      : values(p.workspace),
+        num_tokens(p.skip_longer ? static_cast<int64_t>(p.num_seqs) * p.max_query_len
                                  : p.num_tokens),
         num_heads(p.num_heads), num_splits(p.num_splits) {
     states = reinterpret_cast<attention_partial*>(

@@ -6,8 +6,8 @@
 
 namespace pagedattn {
 
-constexpr int ROW_DIMS = 64;                   // of a block
-constexpr int ROW_SLOTS = ROW_DIMS / 4;      // threads that share a partition's values
+constexpr int ROW_DIMS = 64;                    // of a block
+constexpr int ROW_SLOTS = ROW_DIMS / 4;         // threads that share a partition's values
 constexpr int ROW_TEAMS = THREADS / ROW_SLOTS;  // partitions
 constexpr int ROW_PARTS = ceil_div(HEAD_DIM, ROW_DIMS);
 
@@ -67,12 +67,10 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(pagedattn_params p) {
     const int split = from + threadIdx.x;
     attention_partial mine = identity();
     if (split < active) mine = store.states[store.place(split, token + shift, head)];
-    const float top =
-        fmaxf(block_max(mine.max_score, shared.reduce), state.max_score);
+    const float top = fmaxf(block_max(mine.max_score, shared.reduce), state.max_score);
     shared.factor[threadIdx.x] = weight_of(mine.max_score, top);
     // the sum's barriers let every factor be seen, and the last round's be read
-    const float sum =
-        block_sum(mine.sum * shared.factor[threadIdx.x], shared.reduce);
+    const float sum = block_sum(mine.sum * shared.factor[threadIdx.x], shared.reduce);
     const combined merged = combine(state, {top, sum});
     state = merged.state;
 #pragma unroll

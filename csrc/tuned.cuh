@@ -99,7 +99,8 @@ int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
   const int64_t parts = tiles * p.num_splits;
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
-  if (rows > MOST_BLOCKS / wide_merge::BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts)) return PAGEDATTN_REFUSED;
+  if (rows > MOST_BLOCKS / wide_merge::BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts))
+    return PAGEDATTN_REFUSED;
   cache_maps maps = {};
   if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
   cudaError_t code = allow_shared<ORDER>();

@@ -96,9 +96,10 @@ struct item_place {
       for (int part = 0; part < PARTS; ++part) {
         const int first = token + part * PART;
         if constexpr (ORDER == SWIZZLED)
-          tensor_copy(target + part * PART_BYTES, *from.map, first % BLOCK_SIZE, from.head, block[part],
-                      barrier);
-        else bulk_copy(target + part * PART_BYTES, from.row(block[part], first), PART_BYTES, barrier);
+          tensor_copy(target + part * PART_BYTES, *from.map, first % BLOCK_SIZE, from.head,
+                      block[part], barrier);
+        else
+          bulk_copy(target + part * PART_BYTES, from.row(block[part], first), PART_BYTES, barrier);
       }
     } else {
       const unsigned char* source[PARTS];

@@ -34,7 +34,8 @@ struct item_walk {
     blocks.read(blocks.now, lane);
   }
 
-  PA_DEVICE void begin(const pagedattn_params& p, const team_work& work, const sequence_span& span) {
+  PA_DEVICE void begin(const pagedattn_params& p, const team_work& work,
+                       const sequence_span& span) {
     first = span.first, end = span.end;
     int items = ceil_div(end, ITEM);
     if (p.tokens_per_split > 0)

@@ -94,7 +94,8 @@ PA_DEVICE void load_query_tile(unsigned (&query)[STEPS][2], const pagedattn_para
                                const sequence_span& span, const team_work& work, int lane) {
   const query_row row(p, span, work.kv_head, work.row_tile * TILE_ROWS + lane / 4);
   const unsigned short* elements = static_cast<const unsigned short*>(p.query) +
-                                   row.token * p.query_token_stride + row.head * p.query_head_stride;
+                                   row.token * p.query_token_stride +
+                                   row.head * p.query_head_stride;
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
 #pragma unroll

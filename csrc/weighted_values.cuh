@@ -117,7 +117,7 @@ struct values_by_token {
     const int t = (round * PARTS + part(lane)) * WIDTH;
     const int32_t block = blocks.of(t / RUN);
     const int64_t base = gather.value_token(p, block, start + t);
-    if (HEAD_DIM % STEP == 0 && block >= 0 && round < ROUNDS) {  // nearly always: no masks, no zeros
+    if (HEAD_DIM % STEP == 0 && block >= 0 && round < ROUNDS) {  // nearly always: no masks
 #pragma unroll
       for (int a = 0; a < ACCUMULATORS; ++a)
         value[a].load(p.value_cache, base + dim_of(lane, a) * p.value_dim_stride);

@@ -41,10 +41,18 @@ class Admitted(NamedTuple):
 
 
 # Emptied when full, so that a server whose batch and table sizes wander cannot grow it for ever.
+# Replaced by a reset, so that what another thread found before it is not kept after it.
 _admitted: dict[Any, Admitted] = {}
 _MAX_ADMITTED = 4096
-chain.on_reset(_admitted.clear)
-chain.on_reset(shortcut.forget)  # after that: what it is told of is found there
+
+
+def _forget() -> None:
+    global _admitted
+    _admitted = {}
+    shortcut.forget()  # in this order: what it is told of is found there
+
+
+chain.on_reset(_forget)
 
 
 def attend(a: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,17 +78,17 @@ def attend(a: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
 
 def _find(a: Arguments, spec: str | Sequence[str] | None) -> Admitted:
     """What is remembered under the arguments' key; what is not yet is admitted."""
-    recent = shortcut.recent()
+    recent, known = shortcut.recent(), _admitted
     try:
         key = _key(a, spec)
-        admitted = _admitted.get(key)
+        admitted = known.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
         return admit(a)
     if admitted is None:
         admitted = admit(a)
-        if len(_admitted) >= _MAX_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = admitted
+        if len(known) >= _MAX_ADMITTED:
+            known.clear()
+        known[key] = admitted
     shortcut.remember(recent, a, spec, admitted.slow, admitted)
     return admitted
 
@@ -203,6 +211,7 @@ def _needs_conversion(a: Arguments) -> bool:
     scalars = (a.softcap, a.k_scale, a.v_scale)
     return (
         any(not (s is None or isinstance(s, (float, Tensor))) for s in scalars)
+        or any(not (n is None or isinstance(n, int)) for n in (a.window, a.num_splits))
         or any(t is not None and t.dtype != torch.int32 for t in ints)
         or any(t is not None and not t.is_contiguous() for t in ints[1:])
         or any(isinstance(t, Tensor) and t.dtype != torch.float32 for t in floats)
@@ -222,6 +231,7 @@ def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
     if max_seq_len is not None:
         if max_seq_len.__class__ is not int or max_seq_len < 0:
             arguments.check_number("max_seq_len", max_seq_len, above=-1, kind=numbers.Integral)
+            max_seq_len = int(max_seq_len)
         if max_seq_len < limit:
             limit = max_seq_len
     lengths = contents.host_lengths(seq_lens, limit) if on_host else None
@@ -236,8 +246,8 @@ def _prepare(a: tuple[Any, ...], admitted: Admitted) -> Call:
         _check_contents(Arguments(*a), limit, admitted)
     if convert:
         (
-            _, _, _, tables, seq_lens, _, _, _, _, start_loc, _, softcap, alibi, sinks,
-            k_scale, v_scale, *_,
+            _, _, _, tables, seq_lens, _, _, _, _, start_loc, window, softcap, alibi, sinks,
+            k_scale, v_scale, _, _, num_splits, _, _,
         ) = _convert(Arguments(*a), num_blocks)  # fmt: skip
         addresses = None
     if out is None:
@@ -278,9 +288,11 @@ def _convert(a: Arguments, num_blocks: int) -> Arguments:
         query_start_loc=None if starts is None else contents.clamped_int32(starts, top),
         alibi_slopes=_float32(a.alibi_slopes),
         sinks=_float32(a.sinks),
+        window=None if a.window is None else int(a.window),
         softcap=None if a.softcap is None else float(a.softcap),
         k_scale=_scale(a.k_scale),
         v_scale=_scale(a.v_scale),
+        num_splits=None if a.num_splits is None else int(a.num_splits),
     )
 
 

@@ -25,10 +25,18 @@ class Admitted(NamedTuple):
 
 
 # Emptied when full, so that a server whose batch sizes wander cannot grow it for ever.
+# Replaced, not emptied, where bindings change: what was found before must not be kept after.
 _admitted: dict[Any, Admitted] = {}
 _MAX_ADMITTED = 4096
-chain.on_reset(_admitted.clear)
-chain.on_bound(_admitted.clear)  # then another implementation may be ready to write
+
+
+def _forget() -> None:
+    global _admitted
+    _admitted = {}
+
+
+chain.on_reset(_forget)
+chain.on_bound(_forget)  # then another implementation may be ready to write
 
 
 def write(w: Write) -> None:
@@ -36,18 +44,19 @@ def write(w: Write) -> None:
     spec = request.forced.get()
     if spec is None:
         spec = _read_backend()
+    known = _admitted
     key: tuple[Any, ...] | None
     try:
         key = _key(w, spec)
-        admitted = _admitted.get(key)
+        admitted = known.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: validation says which
         key, admitted = None, None
     if admitted is None:
         admitted = _admit(w)
         if key is not None:
-            if len(_admitted) >= _MAX_ADMITTED:
-                _admitted.clear()
-            _admitted[key] = admitted
+            if len(known) >= _MAX_ADMITTED:
+                known.clear()
+            known[key] = admitted
     if w.slot_mapping.shape[0] == 0:
         return
     if admitted.on_host or (_read_check() and switch("PAGEDATTN_CHECK")):

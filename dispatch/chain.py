@@ -84,6 +84,7 @@ class Binding:
             raise
 
 
+# Replaced by a reset, so that one made before it, by another thread, is not kept after it.
 _bindings: dict[tuple[Problem, tuple[str, ...] | None], Binding] = {}
 # Candidates that failed a proof or a build, for the report. What failed to build is not built
 # again by this process: the first message is the useful one.
@@ -108,7 +109,8 @@ def on_bound(callback: Callable[[], None]) -> None:
 
 def reset() -> None:
     """Drop every binding and every kept failure, so that the next call resolves again."""
-    _bindings.clear()
+    global _bindings
+    _bindings = {}
     _failures.clear()
     for callback in _resets:
         callback()
@@ -139,13 +141,15 @@ def binding_for(problem: Problem, argument: str | Sequence[str] | None = None) -
         device_loss.refuse_if_lost(problem.device)
     request = Request.current(argument)
     key = (problem, request.names)
-    binding = _bindings.get(key)
+    known = _bindings
+    binding = known.get(key)
     if binding is None:
         with _locks.setdefault(problem.device, threading.Lock()):
-            binding = _bindings.get(key)
+            known = _bindings
+            binding = known.get(key)
             if binding is None:
                 device_loss.refuse_if_lost(problem.device)  # maybe by whom we waited for
-                binding = _bindings[key] = resolve(problem, request, probe_facts())
+                binding = known[key] = resolve(problem, request, probe_facts())
                 for callback in _bound:
                     callback()
     return binding

@@ -63,6 +63,7 @@ def max_query_len(hint: int | None, starts: list[int] | None, num_tokens: int) -
     """
     if hint is not None and (hint.__class__ is not int or hint < 1):  # what is right costs nothing
         check_number("max_query_len", hint, above=0, kind=numbers.Integral)
+        hint = int(hint)
     if starts is None:
         return num_tokens if hint is None else min(hint, num_tokens)
     longest = max((end - start for start, end in pairwise(starts)), default=0)

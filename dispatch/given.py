@@ -58,6 +58,16 @@ _ORDER = [
     )
 ]  # fmt: skip
 _OUT = Arguments._fields.index("out")
+# Of all arguments those that may be tensors: another one that is a tensor is a mistake, which is
+# told when its turn comes.
+_TENSORS = sorted(place for place in _ORDER if place is not None)
+
+
+def tensor_places(a: Sequence[Any]) -> list[int]:
+    """Where the tensors stand among the arguments."""
+    return [place for place in _TENSORS if isinstance(a[place], Tensor)]
+
+
 _data_ptr = Tensor.data_ptr
 
 
@@ -66,7 +76,7 @@ def reach_of(a: Arguments) -> Reach | None:
     if a.out is None:
         return None
     values: tuple[Any, ...] = a
-    places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    places = tensor_places(a)
     arranged = [places.index(i) if i in places else len(places) for i in _ORDER]
     return Reach(
         tensors=itemgetter(*places),

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagedattn.given import tensor_places
+
 if TYPE_CHECKING:
     from pagedattn.admission import Admitted
 
@@ -54,7 +56,8 @@ _recent: list[Shortcut] = []  # the latest first
 
 
 def find(a: Sequence[Any], spec: Any) -> Admitted | None:
-    """What was remembered of arguments that `_key` could not tell from these, if it is at hand."""
+    """What was remembered of arguments that a key of all that is validated could not tell from
+    these, if it is at hand."""
     (
         _, _, _, _, _, scale, out, return_lse, layout, starts, window, softcap, alibi, sinks,
         k_scale, v_scale, _, _, splits, invariant, _,
@@ -136,7 +139,7 @@ def forget() -> None:
 
 
 def _shortcut(a: Sequence[Any], spec: Any, admitted: Admitted) -> Shortcut | None:
-    places = [i for i, value in enumerate(a) if isinstance(value, Tensor)]
+    places = tensor_places(a)
     tensors = [a[i] for i in places]
     # what a subclass says of itself in Python is not what the check reads
     if check_of is None or any(t.__class__ not in (Tensor, torch.nn.Parameter) for t in tensors):
@@ -156,7 +159,7 @@ def _of_torch(*tensors: Tensor) -> Check:
 
 def _tells_apart(check_of: Callable[..., Check]) -> bool:
     """Whether the check tells all apart that validation looks at, and nothing else."""
-    t = torch.zeros(2, 1, 4, device="cpu")
+    t = torch.zeros(2, 1, 4, dtype=torch.float32, device="cpu")  # whatever the defaults are
     number = torch.zeros(1, dtype=torch.int32, device="cpu")
     check = check_of(t, number)
     others = [

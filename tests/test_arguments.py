@@ -285,6 +285,9 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     right = pagedattn.paged_attention(**given, window=8, scale=0.5).clone()
     got = pagedattn.paged_attention(**given, window=np.int64(8), scale=np.float64(0.5))
     assert torch.equal(got, right)
+    bounds = {"max_seq_len": np.int64(320), "max_query_len": np.int32(1), "num_splits": np.int8(2)}
+    got = pagedattn.paged_attention(**given, **bounds)
+    assert torch.equal(got, pagedattn.paged_attention(**given, max_seq_len=320, num_splits=2))
     exact = pagedattn.paged_attention(**given, softcap=0.25, k_scale=0.5).clone()
     quarter: Any = Fraction(1, 4)
     got = pagedattn.paged_attention(**given, softcap=quarter, k_scale=2 * quarter)

@@ -71,8 +71,12 @@ def test_a_plan_is_shared_and_what_is_a_calls_own_is_not(runner: CudaRunner) -> 
     assert len(plans) == 1
 
 
-@pytest.mark.parametrize(("longest", "merges"), [(1, False), (16, False), (64, False), (65, True)])
-def test_what_a_block_holds_is_not_split(runner: CudaRunner, longest: int, merges: bool) -> None:
+@pytest.mark.parametrize(
+    ("longest", "merges"), [(1, False), (64, False), (192, False), (193, True)]
+)
+def test_what_a_block_walks_sooner_than_a_merge_is_not_split(
+    runner: CudaRunner, longest: int, merges: bool
+) -> None:
     call = _call(1, longest, {})
     runner(call)
     told = _told(call.out)

@@ -259,6 +259,36 @@ def test_what_was_found_before_a_reset_is_not_remembered_after_it(
     warm(given)
 
 
+def test_what_was_bound_before_a_reset_serves_no_call_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = plain()
+    admit = admission.admit
+
+    def interrupted(a: Arguments) -> Any:
+        admitted = admit(a)
+        pagedattn.register_backend(Seven("told"))  # by another thread
+        return admitted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "admit", interrupted)
+        pagedattn.paged_attention(**given)
+    for _ in range(3):
+        assert pagedattn.paged_attention(**given)[0, 0, 0] == 7
+    assert len(chain.bindings()) == 1
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "max_query_len"])
+def test_a_bound_that_is_a_tensor_leaves_nothing_behind(name: str) -> None:
+    given = plain()
+    given["out"] = torch.empty_like(given["query"])
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            pagedattn.paged_attention(**given | {name: torch.tensor(1)})
+        pagedattn.paged_attention(**given)
+        pagedattn.paged_attention(**given | {name: 1000})
+
+
 def test_it_keeps_no_tensor_alive() -> None:
     given = full()
     warm(given)

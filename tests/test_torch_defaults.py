@@ -13,7 +13,7 @@ from _backends import fresh_chain as fresh_chain
 from _backends import small_problem
 
 import pagedattn
-from pagedattn import verify
+from pagedattn import shortcut, verify
 from pagedattn.backends.protocol import Call
 from pagedattn.backends.python_v2.backend import run
 from pagedattn.backends.reference import attend
@@ -87,3 +87,11 @@ def test_a_first_call_binds_and_is_right(default: str, monkeypatch: pytest.Monke
     assert found.dtype == expected.dtype
     assert torch.allclose(found, expected, atol=1e-5)
     assert not torch.allclose(found[0], found[1], atol=1e-2), "the two rows tell nothing"
+
+
+@every_default
+def test_the_shortcut_is_judged_the_same(default: str) -> None:
+    """Under defaults of others it must not be given up; every torch from 2.1 on has it."""
+    assert shortcut.check_of is not None
+    with DEFAULTS[default]():
+        assert shortcut._usable(shortcut._of_torch) is not None

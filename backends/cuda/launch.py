@@ -24,7 +24,8 @@ from pagedattn.backends.protocol import Call, Problem, keep_plan
 log = logging.getLogger("pagedattn")
 
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
-_BOUNDS = 512  # tokens: a plan is for lengths up to a multiple of it, or to a power of two below
+# tokens: a plan is for lengths up to a multiple of the first, and up to that of the second
+_BOUNDS, _SHORT_BOUNDS = 512, 64
 
 
 class _Plan(NamedTuple):
@@ -88,13 +89,11 @@ class CudaRunner:
         return self._launch(call, "portable")
 
     def _launch(self, call: Call, kernels: str) -> int:
-        # a bound that grows with each step is one plan's for many of them; but where a block holds
-        # all keys there is nothing to merge
+        # a bound that grows with each step is one plan's for many of them; but of short contexts it
+        # decides whether there is anything to merge
         longest = call.max_seq_len
-        if longest > _BOUNDS:
-            bound = -(-longest // _BOUNDS) * _BOUNDS
-        else:
-            bound = 1 << (longest - 1).bit_length()
+        step = _BOUNDS if longest > _BOUNDS else _SHORT_BOUNDS
+        bound = -(-longest // step) * step
         key = (self, kernels, bound, call.max_query_len, call.query_part)
         plan: _Plan | None = None if call.plans is None else call.plans.get(key)
         if plan is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from pagedattn.backends.protocol import Call, Problem
 
 #: tokens of a partition in the batch-invariant mode: fixed, so that a row's are its own
@@ -13,7 +15,8 @@ INVARIANT_TOKENS = 2048
 # the portable kernel, as in csrc/sequence_span.cuh and csrc/portable_decode.cuh
 TILE = 128  # tokens: a partition is a whole number of tiles
 MAX_SPLITS = 256  # more would make the merge outweigh what they gain
-RESIDENT = 3  # blocks that a multiprocessor holds at a time
+RESIDENT = 3  # blocks that a multiprocessor holds at a time, by their registers
+RESIDENT_WIDE = 2  # with tiles of more than 6 rows, or where values are converted from e4m3
 WAVES = 4  # of blocks that follow one another, at most: a part-filled last one is waste
 FULL = 0.9  # of the places of all waves taken is good enough
 MIN_TOKENS = 128  # of a partition: shorter ones cost more in the merge than they save
@@ -48,7 +51,10 @@ def portable(call: Call, problem: Problem, multiprocessors: int) -> Partition:
     tiles = -(-rows // min(_PORTABLE_ROWS, rows))
     groups = max(1, call.seq_lens.shape[0] * problem.num_kv_heads * tiles)
     most = min(-(-tokens // MIN_TOKENS), MAX_SPLITS)
-    return Partition(max(1, min(_filling(multiprocessors * RESIDENT, groups), most)), 0)
+    e4m3 = problem.kv_dtype == getattr(torch, "float8_e4m3fn", None)
+    wide = call.max_query_len > 1 or rows > 6 or e4m3
+    places = multiprocessors * (RESIDENT_WIDE if wide else RESIDENT)
+    return Partition(max(1, min(_filling(places, groups), most)), 0)
 
 
 def _filling(places: int, groups: int) -> int:
