@@ -68,7 +68,7 @@ class CudaRunner:
             self._run(call)
 
     def _run(self, call: Call) -> None:
-        code = self._launch(call, "tuned") if self._warps else REFUSED
+        code = self.tuned(call) if self._warps else REFUSED
         if code == REFUSED:
             if self._warps and not self._told:
                 self._told = True
@@ -76,7 +76,7 @@ class CudaRunner:
                     "the tuned kernel cannot copy these tensors as they lie in memory (strides and "
                     "addresses of 16 bytes): the portable one, slower, serves such calls"
                 )
-            code = self._launch(call, "portable")
+            code = self.portable(call)
         if code:
             require_success(self._library, code)
 
