@@ -135,11 +135,11 @@ def _attend_rows(
     if HAS_SINKS and not PARTIAL:
         sink = tl.load(sinks_ptr + row_head, mask=row_valid, other=0.0) * LOG2E
         m_all = tl.where(empty, 0.0, tl.maximum(m, sink))
-        total = total * tl.exp2(m - m_all) + tl.exp2(sink - m_all)
-        acc = acc * tl.exp2(m - m_all)[:, None]
+        total = total * tl.math.exp2(m - m_all) + tl.math.exp2(sink - m_all)
+        acc = acc * tl.math.exp2(m - m_all)[:, None]
         m = tl.where(empty, m, m_all)
     out = tl.where(empty[:, None], 0.0, acc * (v_scale / tl.where(empty, 1.0, total))[:, None])
-    lse = tl.where(empty, float("-inf"), m + tl.log2(tl.where(empty, 1.0, total)))
+    lse = tl.where(empty, float("-inf"), m + tl.math.log2(tl.where(empty, 1.0, total)))
     broken = (tl.max(bad, 0) > 0) | (length > max_len)
     out = tl.where(broken, float("nan"), out)
     lse = tl.where(broken, float("nan"), lse)
@@ -190,7 +190,7 @@ def decode(
     first, end = key_range(usable, context, usable - 1, window, HAS_WINDOW)
     share = share_of_split(first, end, num_splits, min_tokens, TILE)
     start = first // TILE * TILE + split * share
-    if PARTIAL and (start >= end) and (split > 0):
+    if PARTIAL and ((start >= end) & (split > 0)):
         return  # no work, as the merge can tell
     _attend_rows(
         query_ptr, key_ptr, value_ptr, tables_ptr + sequence.to(tl.int64) * table_stride,
@@ -250,8 +250,8 @@ def merge(
     dim = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     lane = tl.arange(0, SPLITS)
     acc = tl.zeros([DIMS], tl.float32)
-    m = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    total = (active * 0).to(tl.float32)  # a number that a loop may change, as a literal is not
+    m = total + float("-inf")
     lse_start = num_splits.to(tl.int64) * num_tokens * NUM_HEADS * D
     row_start = (token.to(tl.int64) * NUM_HEADS + head) * num_splits
     if OVERLAP:
@@ -264,8 +264,8 @@ def merge(
         part = tl.load(partial_ptr + place[:, None] * D + dim[None, :], mask=mask, other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe)
-        alpha = tl.exp2(m - m_safe)
+        weight = tl.math.exp2(lse - m_safe)
+        alpha = tl.math.exp2(m - m_safe)
         total = total * alpha + tl.sum(weight, 0)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         m = m_new
@@ -273,8 +273,8 @@ def merge(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head) * LOG2E
         m_all = tl.where(empty, 0.0, tl.maximum(m, sink))
-        total = total * tl.exp2(m - m_all) + tl.where(empty, 0.0, tl.exp2(sink - m_all))
-        acc = acc * tl.exp2(m - m_all)
+        total = total * tl.math.exp2(m - m_all) + tl.where(empty, 0.0, tl.math.exp2(sink - m_all))
+        acc = acc * tl.math.exp2(m - m_all)
         m = tl.where(empty, m, m_all)
     denominator = tl.where(empty, 1.0, total)
     out = tl.where(empty, 0.0, acc / denominator)
@@ -282,7 +282,7 @@ def merge(
     o_ptrs = out_ptr + token.to(tl.int64) * o_token + head * o_head + dim
     tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=dim < D)
     if HAS_LSE and tl.program_id(2) == 0:
-        lse = tl.where(empty, float("-inf"), m + tl.log2(denominator)) * LN2
+        lse = tl.where(empty, float("-inf"), m + tl.math.log2(denominator)) * LN2
         lse = tl.where(too_many, float("nan"), lse)
         tl.store(lse_ptr + token * NUM_HEADS + head + tl.arange(0, 1), lse)
 

@@ -7,23 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def part_of_head(PART: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, D_PAD: tl.constexpr):
-    """The dimensions that one of PARTS tiles of a head holds.
-
-    Ranges that lie side by side; with WORDS the even dimensions, then the odd ones, which are
-    the low and the high bytes of words.
-    """
-    SIZE: tl.constexpr = D_PAD // PARTS
-    return PART + 2 * tl.arange(0, SIZE) if WORDS else PART * SIZE + tl.arange(0, SIZE)
-
-
-@triton.jit
 def query_part(
     q_row, row_valid, PART: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DOT_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the queries at `q_row`, ``[rows, dimensions]``."""
-    dim = part_of_head(PART, PARTS, WORDS, D_PAD)
+    """One part of the queries at `q_row`, ``[rows, dimensions]``.
+
+    Parts are ranges that lie side by side; with WORDS the even dimensions, then the odd ones,
+    which are the low and the high bytes of words.
+    """
+    SIZE: tl.constexpr = D_PAD // PARTS
+    dim = PART + 2 * tl.arange(0, SIZE) if WORDS else PART * SIZE + tl.arange(0, SIZE)
     mask = row_valid[:, None] & (dim[None, :] < D)
     return tl.load(q_row[:, None] + dim[None, :], mask=mask, other=0.0).to(DOT_TYPE)
 
@@ -38,7 +32,7 @@ def key_part(
     A warp's loads of 16 bytes a thread run along the dimensions first. Rows cut into parts of
     256 bytes leave threads for the next tokens, whose packed 16 bytes share a 32-byte sector.
     """
-    dim = part_of_head(PART, PARTS, False, D_PAD)
+    dim = PART * (D_PAD // PARTS) + tl.arange(0, D_PAD // PARTS)
     k_ptrs = key_ptr + k_token[:, None] + ((dim // X) * K_CHUNK + dim % X)[None, :]
     if D == D_PAD:
         return tl.trans(tl.load(k_ptrs))

@@ -120,7 +120,7 @@ def fold(
     s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
     if HAS_SOFTCAP:
         # tanh by way of exp2, which every Triton has; exact at both ends
-        s = 1.0 - 2.0 / (tl.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
+        s = 1.0 - 2.0 / (tl.math.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
         s = s * (softcap * LOG2E)
     else:
         s = s * score_scale
@@ -136,8 +136,8 @@ def fold(
     m_safe = m_new
     if MASKED:  # a row that has seen nothing yet: −inf − −inf is NaN
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
+    p = tl.math.exp2(s - m_safe[:, None])
+    alpha = tl.math.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, 1)
     v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
     if WORDS:
