@@ -54,7 +54,7 @@ class KernelCache:
         found = self._kernels.get(key)
         if found is None:
             num_rows = tuning.rows(self._problem.group, queries)
-            constants = self._attend(call, tiling, num_rows, queries)
+            constants = self._attend(call, tiling, num_rows, queries) | {"AHEAD": tiling.ahead}
             found = self._kernels[key] = FastKernel(kernels.prefill, constants, _options(tiling))
         return found
 

@@ -54,7 +54,7 @@ def _attend_rows(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile of rows, from its query to where its result goes.
 
@@ -107,7 +107,7 @@ def _attend_rows(
             row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
             softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
             BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE,
-            K_PARTS, WORDS,
+            K_PARTS, WORDS, CHECKED, AHEAD,
         )  # fmt: skip
     whole = tl.minimum(stop, context + tile_start + 1) - clear_start
     clear_stop = clear_start + tl.maximum(whole, 0) // TILE * TILE
@@ -116,13 +116,14 @@ def _attend_rows(
         row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
         softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
         BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE,
-        K_PARTS, WORDS,
+        K_PARTS, WORDS, CHECKED, AHEAD,
     )  # fmt: skip
     acc, acc_high, m, total, bad = walk(
         q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position,
         slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
         K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
-        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS,
+        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED,
+        AHEAD,
     )  # fmt: skip
 
     if WORDS:
@@ -200,6 +201,7 @@ def decode(
         num_splits, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN,
         V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES, HAS_WINDOW, HAS_SOFTCAP,
         HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, PARTIAL, V_RUN, DOT_TYPE, K_PARTS, WORDS,
+        True, False,
     )  # fmt: skip
 
 
@@ -301,7 +303,7 @@ def prefill(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sequences of many query tokens: a program per (tile of queries, KV head).
 
@@ -327,7 +329,8 @@ def prefill(
         return
     length = tl.maximum(tl.load(lens_ptr + low), 0)
     length = tl.where(query_len > max_queries, max_len + 1, length)  # too many: NaN, as too long
-    # a bad id is the whole sequence's, also where these rows do not see its block
+    # A bad id is the whole sequence's, also where these rows do not see its block. What they see
+    # is among what is looked at here, so that the loop need not look again.
     table_row = tables_ptr + low.to(tl.int64) * table_stride
     usable = tl.where(length > max_len, 0, length)
     needed, end = key_range(usable, usable - query_len, usable - 1, window, HAS_WINDOW)
@@ -346,5 +349,5 @@ def prefill(
         tl.maximum(end - start, 0), 1, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
         V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES,
         HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, False,
-        V_RUN, DOT_TYPE, K_PARTS, WORDS,
+        V_RUN, DOT_TYPE, K_PARTS, WORDS, False, AHEAD,
     )  # fmt: skip

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: whether the installed Triton can turn `load_chunks`' keys (3.0 and later)
+CHUNKS_AVAILABLE = hasattr(tl, "permute")
+
 
 @triton.jit
 def query_part(
@@ -40,6 +43,35 @@ def key_part(
 
 
 @triton.jit
+def load_chunks(
+    key_ptr, k_token, mask, K_CHUNK: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):  # fmt: skip
+    """The packed keys at `k_token` as they lie, ``[chunk, token, X]``; none unless `mask`.
+
+    Loaded to registers they come through the L1 cache, which two tokens' 16 bytes of one sector
+    share; pipelined copies to shared memory, which `key_part`'s become in prefill, pass it by.
+    """
+    chunk = tl.arange(0, D_PAD // X)[:, None, None]
+    k_ptrs = key_ptr + chunk * K_CHUNK + k_token[None, :, None] + tl.arange(0, X)[None, None, :]
+    if D == D_PAD:
+        return tl.load(k_ptrs, mask=mask)
+    return tl.load(k_ptrs, mask=(chunk < D // X) & mask, other=0.0)
+
+
+# Triton looks up every name of a function, also in branches not taken, so one that an older one
+# lacks stands in a function that it never sees.
+if CHUNKS_AVAILABLE:
+
+    @triton.jit
+    def keys_of_chunks(chunks, TILE: tl.constexpr, D_PAD: tl.constexpr):
+        """What `load_chunks` loaded, ``[dimensions, tokens]``."""
+        return tl.trans(tl.reshape(tl.permute(chunks, (1, 0, 2)), (TILE, D_PAD)))
+else:
+    keys_of_chunks = tl.debug_barrier
+
+
+@triton.jit
 def key_words(key_ptr, k_token, D: tl.constexpr):
     """Keys of an eight-bit cache whose dimensions lie side by side, as words of two of them,
     ``[words, tokens]``."""
@@ -49,11 +81,13 @@ def key_words(key_ptr, k_token, D: tl.constexpr):
 
 @triton.jit
 def locate(
-    token, table_row, num_blocks, first, end, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
-):
+    token, table_row, num_blocks, first, end, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):  # fmt: skip
     """Physical blocks of tokens, and whether the table's entries are blocks at all.
 
-    With MASKED tokens outside ``[first, end)`` count as the nearest inside.
+    With MASKED tokens outside ``[first, end)`` count as the nearest inside. Without CHECKED an
+    entry is followed whatever it is: all for ``[first, end)`` must have been looked at.
     """
     logical = token // BLOCK_SIZE
     if MASKED:
@@ -62,4 +96,6 @@ def locate(
     # a vector even where one block holds the tile: loads through a scalar id are not pipelined
     block = tl.load(table_row + logical)
     known = (block >= 0) & (block < num_blocks)
-    return tl.where(known, block, 0).to(tl.int64), known
+    if CHECKED:
+        block = tl.where(known, block, 0)
+    return block.to(tl.int64), known

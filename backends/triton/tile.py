@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from pagedattn.backends.triton.eight_bit import half_of_words
-from pagedattn.backends.triton.load import key_part, key_words, locate
+from pagedattn.backends.triton.load import (
+    key_part,
+    key_words,
+    keys_of_chunks,
+    load_chunks,
+    locate,
+)
 
 # A jitted function reads only globals that are constexpr.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -94,14 +100,15 @@ def scores(
 
 @triton.jit
 def fold(
-    q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position, slope,
-    key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
+    q0, q1, q2, q3, acc, acc_high, m, total, bad, chunks, ids, tile_start, last_start, first, end,
+    row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
+    kv_head,
     K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHUNK: tl.constexpr,
     X: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr,
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the rows' running state (acc, m, total).
 
@@ -110,14 +117,28 @@ def fold(
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
     Without MASKED every row must see every key. `acc_high` is in use with WORDS: `acc` then has
     the even dimensions of the values, and it the odd.
+
+    With AHEAD and not MASKED the keys are `chunks`, loaded a tile ago, and those of the next tile,
+    whose blocks are `ids`, are loaded here; the tile at `last_start` stands for all that would
+    follow it. Chunks are turned in registers, and Triton pipelines no load that goes there.
     """
     dim = tl.arange(0, D_PAD)
     token = tile_start + tl.arange(0, TILE)
-    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED)
-    bad = bad | tl.where(known, 0, 1)
+    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED, CHECKED)
+    if CHECKED:
+        bad = bad | tl.where(known, 0, 1)
     offset = token % BLOCK_SIZE
     k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
-    s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
+    if AHEAD:
+        mine = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD) if MASKED else chunks
+        s = tl.dot(q0, keys_of_chunks(mine, TILE, D_PAD).to(DOT_TYPE), allow_tf32=False)
+    else:
+        s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
+    if AHEAD and not MASKED:
+        k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
+        chunks = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD)
+        after = tl.minimum(tile_start + 2 * TILE, last_start) + tl.arange(0, TILE)
+        ids = tl.load(table_row + after // BLOCK_SIZE)
     if HAS_SOFTCAP:
         # tanh by way of exp2, which every Triton has; exact at both ends
         s = 1.0 - 2.0 / (tl.math.exp2(s * (score_scale * 2.0 * LOG2E)) + 1.0)
@@ -165,7 +186,7 @@ def fold(
     if WORDS:
         acc_high = acc_high * alpha[:, None] + tl.dot(p, v_high)
     acc += tl.dot(p, v, allow_tf32=False)
-    return acc, acc_high, m_new, total, bad
+    return acc, acc_high, m_new, total, bad, chunks, ids
 
 
 @triton.jit
@@ -177,29 +198,39 @@ def walk(
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from `start` up to `stop`; the state is as `fold` has it.
 
     Tiles to be masked are few, and pipelined their values would need shared memory twice, before
     and after the mask: more than the other loop has, so that fewer programs were resident.
     """
+    chunks, ids = bad, bad  # without AHEAD never read
+    last_start = stop - TILE
+    if AHEAD and not MASKED:  # the first tile's keys, and where the second one's are
+        some = start < stop
+        token = start + tl.arange(0, TILE)
+        ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
+        k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + token % BLOCK_SIZE * K_TOKEN
+        chunks = load_chunks(key_ptr, k_token, some, K_CHUNK, X, D, D_PAD)
+        token = tl.minimum(start + TILE, last_start) + tl.arange(0, TILE)
+        ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
     if MASKED:
         for tile_start in unpipelined(start, stop, TILE, num_stages=1):
-            acc, acc_high, m, total, bad = fold(
-                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
-                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
-                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
-                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
-                DOT_TYPE, K_PARTS, WORDS,
+            acc, acc_high, m, total, bad, chunks, ids = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, chunks, ids, tile_start, last_start,
+                first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
+                score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
+                V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED, AHEAD,
             )  # fmt: skip
     else:
         for tile_start in range(start, stop, TILE):
-            acc, acc_high, m, total, bad = fold(
-                q0, q1, q2, q3, acc, acc_high, m, total, bad, tile_start, first, end, row_position,
-                slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap,
-                kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
-                BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, MASKED, V_RUN,
-                DOT_TYPE, K_PARTS, WORDS,
+            acc, acc_high, m, total, bad, chunks, ids = fold(
+                q0, q1, q2, q3, acc, acc_high, m, total, bad, chunks, ids, tile_start, last_start,
+                first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
+                score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
+                V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED, AHEAD,
             )  # fmt: skip
     return acc, acc_high, m, total, bad

@@ -55,11 +55,12 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
         "NUM_HEADS": p.num_heads, **_strides(p.kv_layout, p), "BLOCK_SIZE": p.block_size,
         "TILE": tiling.tile, "D": p.head_dim, "D_PAD": tuning.padded(p.head_dim),
         "GROUP": p.group, "ROWS": tuning.rows(p.group, queries), "TILE_QUERIES": queries,
-        "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": False, "HAS_ALIBI": False,
-        "HAS_SINKS": False, "K_SCALES": 0, "V_SCALES": 0, "HAS_LSE": False, "PARTIAL": True,
+        "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": p.softcap,
+        "HAS_ALIBI": p.alibi, "HAS_SINKS": p.sinks, "K_SCALES": 0, "V_SCALES": 0,
+        "HAS_LSE": p.return_lse, "PARTIAL": True,
         "V_RUN": 16 // p.kv_dtype.itemsize if p.kv_layout == "packed" else 1,
         "DOT_TYPE": _TYPES[p.dtype][1], "K_PARTS": tiling.key_parts, "WORDS": tiling.words,
-        "OVERLAP": False,
+        "OVERLAP": False, "AHEAD": tiling.ahead,
     }  # fmt: skip
 
 
@@ -83,11 +84,11 @@ def _process(capability: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def _compile_prefill(p: Problem, capability: int) -> tuple[int, int]:
+def _compile_prefill(p: Problem, capability: int) -> tuple[bytes, int]:
+    """The kernel, and the bytes of shared memory that it takes."""
     with _roomy(capability):
         tiling, queries = tuning.prefill_tiling(p), tuning.prefill_queries(p)
-    cubin, shared = _compile("prefill", p, queries, capability, tiling)
-    return _stack(cubin), shared
+    return _compile("prefill", p, queries, capability, tiling)
 
 
 @contextlib.contextmanager
@@ -133,16 +134,36 @@ def _compile(
     return compiled.asm["cubin"], compiled.metadata.shared
 
 
-def _stack(cubin: bytes) -> int:
-    """Bytes of stack that a kernel takes, which are its spills."""
-    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _told(cubin: bytes, tool: str, option: str) -> str:
     path = Path(os.environ["PAGEDATTN_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(cubin)
-    command = [str(tool), "--dump-resource-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    program = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / tool
+    command = [str(program), option, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _stack(cubin: bytes) -> int:
+    """Bytes of stack that a kernel takes, which are its spills."""
+    told = _told(cubin, "cuobjdump", "--dump-resource-usage")
     found = re.search(r"STACK:(\d+)", told)
     assert found, told
     return int(found[1])
+
+
+def _pipelined_loops(cubin: bytes) -> list[str]:
+    """The instructions of each loop that copies to shared memory ahead of use."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in _told(cubin, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", code[-1])
+            if back and back[1] in labels:  # known: it lies before
+                loops.append("\n".join(code[labels[back[1]] :]))
+    return [loop for loop in loops if "LDGSTS" in loop]
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
@@ -191,7 +212,31 @@ def test_prefill_fits(capability: int, layout: KVLayout, kv_dtype: torch.dtype) 
     problem = Problem(
         "cuda:0", torch.bfloat16, kv_dtype, 24, 4, 256, 16, kv_layout=layout, varlen_query=True
     )
-    stack, shared = _compile_prefill(problem, capability)
+    cubin, shared = _compile_prefill(problem, capability)
     if capability == 90:
-        assert stack <= 128
+        assert _stack(cubin) <= 128
     assert shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("head_dim", "features"),
+    [
+        (256, ()),
+        (256, ("alibi", "sinks", "return_lse")),
+        (128, ("window", "softcap")),
+        (64, ("window", "softcap", "alibi")),
+    ],
+)
+def test_keys_loaded_ahead_do_not_spill_in_the_loop(
+    head_dim: int, features: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    wanted: dict[str, Any] = dict.fromkeys(features, True)
+    problem = Problem("cuda:0", dtype, dtype, 24, 4, head_dim, 16, varlen_query=True, **wanted)
+    with _roomy(90):
+        assert tuning.prefill_tiling(problem).ahead
+    cubin, shared = _compile_prefill(problem, 90)
+    (loop,) = _pipelined_loops(cubin)
+    assert "HGMMA" in loop
+    assert not re.search(r"\b(LDL|STL)\b", loop)
+    assert shared <= SHARED_LIMIT[90]
