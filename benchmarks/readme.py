@@ -147,7 +147,8 @@ def _gpu_overheads() -> str:
 
     return (
         f"The host spends {of('triton', 'the call')} µs on an eager call of `triton` over 16 "
-        f"tokens, {of('triton', 'ours')} of it beside Triton's launcher, and "
+        "tokens (NHD, `out` given; a shared host, whose own speed varies), "
+        f"{of('triton', 'ours')} of it beside Triton's launcher, and "
         f"{of('cuda', 'the call')} µs on one of `cuda`, {of('cuda', 'beyond it')} beyond an empty "
         f"launch ({_source(record)})."
     )

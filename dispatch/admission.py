@@ -273,8 +273,9 @@ def _check_contents(a: Arguments, limit: int, admitted: Admitted) -> None:
         starts = contents.host_starts(a.query_start_loc, a.query.shape[0])
         contents.max_query_len(a.max_query_len, starts, a.query.shape[0])
         query_lens = [end - start for start, end in pairwise(starts)]
+    window = None if a.window is None else int(a.window)
     contents.check_tables(
-        a.block_tables, lengths, query_lens, a.window, admitted.block_size, admitted.num_blocks
+        a.block_tables, lengths, query_lens, window, admitted.block_size, admitted.num_blocks
     )
 
 

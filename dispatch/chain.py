@@ -84,11 +84,12 @@ class Binding:
             raise
 
 
-# Replaced by a reset, so that one made before it, by another thread, is not kept after it.
+# A reset replaces this and the next, so that what another thread made before it is not kept after.
 _bindings: dict[tuple[Problem, tuple[str, ...] | None], Binding] = {}
 # Candidates that failed a proof or a build, for the report. What failed to build is not built
 # again by this process: the first message is the useful one.
-_failures: dict[tuple[str, Problem], Candidate] = {}
+_Failures = dict[tuple[str, Problem], Candidate]
+_failures: _Failures = {}
 _resets: list[Callable[[], None]] = []
 _bound: list[Callable[[], None]] = []
 _told: set[tuple[str, str]] = set()  # (device, backend) of fallbacks already logged
@@ -109,9 +110,8 @@ def on_bound(callback: Callable[[], None]) -> None:
 
 def reset() -> None:
     """Drop every binding and every kept failure, so that the next call resolves again."""
-    global _bindings
-    _bindings = {}
-    _failures.clear()
+    global _bindings, _failures
+    _bindings, _failures = {}, {}
     for callback in _resets:
         callback()
 
@@ -242,7 +242,8 @@ def attempt(name: str, problem: Problem, facts: Facts) -> tuple[Candidate, Runne
     # imported here because most of a process's life never verifies anything
     from pagedattn import verify
 
-    earlier = _failures.get((name, problem))
+    known = _failures  # until a reset
+    earlier = known.get((name, problem))
     if earlier is not None and isinstance(earlier.error, BuildError):
         return earlier, None
     candidate = examine(name, problem, facts)
@@ -256,22 +257,23 @@ def attempt(name: str, problem: Problem, facts: Facts) -> tuple[Candidate, Runne
     except ConfigurationError:  # a wrong setting is no fault of this backend
         raise
     except VerificationError as error:
-        return _failed(candidate, problem, error, loadable=True), None
+        return _failed(known, candidate, problem, error, loadable=True), None
     except (BackendUnavailable, BuildError) as error:
-        return _failed(candidate, problem, error, loadable=False), None
+        return _failed(known, candidate, problem, error, loadable=False), None
     except Exception as error:  # a backend may raise anything; what it raised is the reason
         device_loss.raise_if_sticky(error, name, problem.device)
         told = BackendUnavailable(f"it could not be loaded: {type(error).__name__}: {error}")
         told.__cause__ = error
-        return _failed(candidate, problem, told, loadable=False), None
-    _failures.pop((name, problem), None)  # what failed had a passing cause
+        return _failed(known, candidate, problem, told, loadable=False), None
+    known.pop((name, problem), None)  # what failed had a passing cause
     verified = None if verify.is_off() else True
     return replace(candidate, loadable=True, verified=verified, selected=True), runner
 
 
 def _failed(
-    candidate: Candidate, problem: Problem, error: PagedAttnError, *, loadable: bool
-) -> Candidate:
+    known: _Failures, candidate: Candidate, problem: Problem, error: PagedAttnError, *,
+    loadable: bool,
+) -> Candidate:  # fmt: skip
     log.debug("%s failed", candidate.name, exc_info=error)
     failed = replace(
         candidate,
@@ -280,7 +282,7 @@ def _failed(
         reasons=(*candidate.reasons, str(error)),
         error=_kept(error),
     )
-    _failures[candidate.name, problem] = failed
+    known[candidate.name, problem] = failed
     return failed
 
 

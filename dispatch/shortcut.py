@@ -56,8 +56,7 @@ _recent: list[Shortcut] = []  # the latest first
 
 
 def find(a: Sequence[Any], spec: Any) -> Admitted | None:
-    """What was remembered of arguments that a key of all that is validated could not tell from
-    these, if it is at hand."""
+    """What was admitted earlier for arguments with the same key, if it is among the latest."""
     (
         _, _, _, _, _, scale, out, return_lse, layout, starts, window, softcap, alibi, sinks,
         k_scale, v_scale, _, _, splits, invariant, _,

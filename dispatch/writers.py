@@ -19,9 +19,17 @@ from pagedattn.wording import describe
 
 log = logging.getLogger("pagedattn")
 
+# Replaced, not emptied, where bindings change: what was resolved before must not be kept after.
 _writers: dict[tuple[Problem, tuple[str, ...] | None], Writer] = {}
-chain.on_reset(_writers.clear)
-chain.on_bound(_writers.clear)  # a backend that was bound may have compiled what a write needs
+
+
+def _forget() -> None:
+    global _writers
+    _writers = {}
+
+
+chain.on_reset(_forget)
+chain.on_bound(_forget)  # a backend that was bound may have compiled what a write needs
 
 
 def writer_for(problem: Problem) -> Writer:
@@ -37,9 +45,11 @@ def writer_for(problem: Problem) -> Writer:
     device_loss.refuse_if_lost(problem.device)
     request = Request.current(None)
     key = (problem, request.names)
-    if key not in _writers:
-        _writers[key] = _resolve(problem, request)
-    return _writers[key]
+    known = _writers
+    writer = known.get(key)
+    if writer is None:
+        writer = known[key] = _resolve(problem, request)
+    return writer
 
 
 def prepare(problem: Problem) -> None:

@@ -3,6 +3,7 @@ and nothing written."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -277,6 +278,24 @@ def test_check_of_another_value_is_a_configuration_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("PAGEDATTN_CHECK", "maybe")
     with pytest.raises(pagedattn.ConfigurationError, match="maybe"):
         pagedattn.paged_attention(**attention_arguments())
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_a_window_of_few_bits_is_not_counted_in_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np = pytest.importorskip("numpy")
+    given = attention_arguments()
+    given["block_tables"][0, 0] = -1
+    for check in ("0", "1"):
+        monkeypatch.setenv("PAGEDATTN_CHECK", check)
+        with (
+            pytest.raises(ValueError, match=r"block_tables\[0, 0\] = -1")
+            if check == "1"
+            else (contextlib.nullcontext())
+        ):
+            out = pagedattn.paged_attention(**given, window=getattr(np, kind)(100))
+    assert bool(out[0].isnan().all())
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:

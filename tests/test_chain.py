@@ -27,6 +27,7 @@ from pagedattn.backends.errors import (
     ConfigurationError,
     VerificationError,
 )
+from pagedattn.backends.protocol import Problem, Runner
 from pagedattn.probe import probe
 
 pytestmark = pytest.mark.usefixtures("fresh_chain")
@@ -119,6 +120,18 @@ def test_a_failed_build_moves_on_and_its_first_message_is_kept(tmp_path: Path) -
     binding = chain.binding_for(small_problem(), "acme,reference")
     assert binding.candidates[0].reasons == ("acme.cu(7): error: expected a ;",)
     assert count(journal, "load") == 1  # nothing is built again to hear the same
+
+
+def test_a_failure_from_before_a_reset_is_not_held_against_the_next() -> None:
+    class Replaced(FakeBackend):
+        def load(self, problem: Problem) -> Runner:
+            register_backend(FakeBackend("mine"))  # by another thread
+            raise BuildError("the old one's build failed")
+
+    register_backend(Replaced("mine"))
+    with pytest.raises(BuildError):
+        chain.binding_for(small_problem(), "mine")
+    assert chain.binding_for(small_problem(), "mine").backend == "mine"
 
 
 def test_a_failure_that_passed_is_forgotten() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,3 +178,38 @@ def test_the_compiled_write_serves_once_its_library_is_there(
         other = replace(problem, dtype=torch.float16, kv_dtype=torch.float16)
         assert writers.writer_for(other) is kv_write.write  # no library has these types
     assert compiled(tree) == 1
+
+
+def test_a_writer_from_before_a_reset_is_not_kept_after_it() -> None:
+    class Replaced(FakeWriting):
+        def load_writer(self, problem: Problem) -> Writer:
+            writer = super().load_writer(problem)
+            register_backend(after)  # by another thread
+            return writer
+
+    before, after = Replaced("mine"), FakeWriting("mine")
+    register_backend(before)
+    problem = problem_of()
+    for _ in range(2):
+        with use_backend("mine"):
+            writers.writer_for(problem)(hard_writes.make_write(problem))
+    assert after.calls > 0
+
+
+def test_threads_resolve_writers_while_others_forget_them() -> None:
+    register_backend(FakeWriting("mine"))
+    problem, over = problem_of(), threading.Event()
+
+    def forget() -> None:
+        while not over.is_set():
+            writers._forget()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    try:
+        with use_backend("torch"):
+            for _ in range(3000):
+                assert writers.writer_for(problem) is kv_write.write
+    finally:
+        over.set()
+        thread.join()

@@ -24,7 +24,7 @@ from pagedattn.backends.protocol import Call, Problem, keep_plan
 log = logging.getLogger("pagedattn")
 
 _EMULATED_SMS = 8  # on a CPU: enough to make partitions happen
-# tokens: a plan is for lengths up to a multiple of the first, and up to that of the second
+# tokens: a plan's bound is a multiple of the first; up to that, of the second
 _BOUNDS, _SHORT_BOUNDS = 512, 64
 
 

@@ -122,7 +122,7 @@ class TritonRunner:
             self._kernels.merge(lanes, dims, tile, call.query_start_loc is not None),
             (num_tokens, num_heads, -(-head_dim // dims)),
             (
-                call.seq_lens.shape[0], num_tokens, call.max_seq_len, call.window or 0,
+                call.seq_lens.shape[0], num_tokens, call.max_seq_len, _window(call),
                 out.stride(0), out.stride(1), *splits, self._short, call.max_query_len,
             ),
         )  # fmt: skip
@@ -215,8 +215,13 @@ def _numbers(call: Call) -> tuple[float, ...]:
         call.query.shape[0],
         call.key_cache.shape[0],
         call.max_seq_len,
-        call.window or 0,
+        _window(call),
         call.block_tables.stride(0),
         *query_strides[:2],
         *out_strides[:2],
     )
+
+
+def _window(call: Call) -> int:
+    """0 for none; the kernels' numbers are of 32 bits, and no sequence is as long."""
+    return 0 if call.window is None else min(call.window, 2**31 - 1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from packaging.version import Version
 
 #: whether the installed Triton can turn `load_chunks`' keys (3.0 and later)
 CHUNKS_AVAILABLE = hasattr(tl, "permute")
+#: whether it was seen to keep them in registers beside heads of 256; 3.2 and 3.4 spilled
+CHUNKS_OF_LARGE_HEADS = Version(triton.__version__.split("+")[0]) >= Version("3.6")
 
 
 @triton.jit
@@ -68,7 +71,7 @@ if CHUNKS_AVAILABLE:
         """What `load_chunks` loaded, ``[dimensions, tokens]``."""
         return tl.trans(tl.reshape(tl.permute(chunks, (1, 0, 2)), (TILE, D_PAD)))
 else:
-    keys_of_chunks = tl.debug_barrier
+    keys_of_chunks = tl.debug_barrier  # never called; any name that a jitted function may see
 
 
 @triton.jit

@@ -107,9 +107,11 @@ def takes_ahead(problem: Problem, tile: int) -> bool:
     """Whether prefill loads packed keys a tile ahead.
 
     In registers, of which heads of 256 leave few: with these it is only for what Triton 3.6 then
-    compiles without a spill in the loop. On sm_80 they spilled kilobytes.
+    compiles without a spill in the loop, and on sm_80 it spilled kilobytes. Smaller heads would do
+    there; nothing was measured.
     """
     cramped = padded(problem.head_dim) > 128
+    spills = problem.softcap or problem.window or problem.block_size < 8
     return (
         load.CHUNKS_AVAILABLE
         and hopper(problem.device)
@@ -117,7 +119,7 @@ def takes_ahead(problem: Problem, tile: int) -> bool:
         and problem.kv_dtype == problem.dtype != torch.float32
         # so that a token's place in its block is the same in every tile
         and tile % problem.block_size == 0
-        and not (cramped and (problem.softcap or problem.window or problem.block_size < 8))
+        and not (cramped and (spills or not load.CHUNKS_OF_LARGE_HEADS))
     )
 
 

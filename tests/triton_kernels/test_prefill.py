@@ -132,7 +132,7 @@ def test_features(layout: KVLayout, names: list[str]) -> None:
 
 
 def test_where_keys_are_not_loaded_ahead() -> None:
-    """What was found to spill in the loop, or has no keys that lie in chunks of 16 bits."""
+    """What was found to spill in the loop, or has no keys of 16 bits that lie in chunks."""
     large = replace(BASE, head_dim=256)
     assert not tuning.prefill_tiling(replace(large, softcap=True)).ahead
     assert not tuning.prefill_tiling(replace(large, window=True)).ahead
