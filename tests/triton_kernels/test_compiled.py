@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import multiprocessing
 import os
 import re
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,74 +18,30 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import torch
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from _triton_compile import EIGHT_BIT, compile_for
 
 from pagedattn.backends.protocol import KVLayout, Problem
-from pagedattn.backends.triton import kernels, tuning
+from pagedattn.backends.triton import tuning
 
 # bytes of shared memory that a block may have
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 # bytes of stack at most: a few registers; what spills in earnest takes hundreds
 STACK_LIMIT = {80: 32, 86: 32, 89: 32, 90: 8}
-_TYPES = {torch.float16: ("fp16", tl.float16), torch.bfloat16: ("bf16", tl.bfloat16)}
-_EIGHT_BIT = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int8: "i8"}
-
-
-def _strides(layout: KVLayout, p: Problem) -> dict[str, int]:
-    kv, d, bs = p.num_kv_heads, p.head_dim, p.block_size
-    x = 16 // p.kv_dtype.itemsize
-    if layout == "packed":
-        return {
-            "K_BLOCK": kv * d * bs, "K_HEAD": d * bs, "K_TOKEN": x, "K_CHUNK": bs * x, "X": x,
-            "V_BLOCK": kv * d * bs, "V_HEAD": d * bs, "V_TOKEN": 1, "V_DIM": bs,
-        }  # fmt: skip
-    return {
-        "K_BLOCK": kv * d * bs, "K_HEAD": d, "K_TOKEN": kv * d, "K_CHUNK": 0, "X": d,
-        "V_BLOCK": kv * d * bs, "V_HEAD": d, "V_TOKEN": kv * d, "V_DIM": 1,
-    }  # fmt: skip
-
-
-def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any]:
-    return {
-        "NUM_HEADS": p.num_heads, **_strides(p.kv_layout, p), "BLOCK_SIZE": p.block_size,
-        "TILE": tiling.tile, "D": p.head_dim, "D_PAD": tuning.padded(p.head_dim),
-        "GROUP": p.group, "ROWS": tuning.rows(p.group, queries), "TILE_QUERIES": queries,
-        "VARLEN": queries > 1, "HAS_WINDOW": p.window, "HAS_SOFTCAP": p.softcap,
-        "HAS_ALIBI": p.alibi, "HAS_SINKS": p.sinks, "K_SCALES": 0, "V_SCALES": 0,
-        "HAS_LSE": p.return_lse, "PARTIAL": True,
-        "V_RUN": 16 // p.kv_dtype.itemsize if p.kv_layout == "packed" else 1,
-        "DOT_TYPE": _TYPES[p.dtype][1], "K_PARTS": tiling.key_parts, "WORDS": tiling.words,
-        "OVERLAP": False, "AHEAD": tiling.ahead,
-    }  # fmt: skip
 
 
 def _compile_decode(p: Problem, queries: int, capability: int, work: int) -> tuple[int, int]:
     """Bytes of stack (spills) and of shared memory that the kernel takes."""
     with _roomy(capability):
         tiling = tuning.decode_tiling(p, tuning.rows(p.group, queries), work)
-    if p.kv_dtype.itemsize == 1:
-        cubin, shared = _process(capability).submit(
-            _compile, "decode", p, queries, capability, tiling
-        ).result()  # fmt: skip
-    else:
-        cubin, shared = _compile("decode", p, queries, capability, tiling)
+    cubin, shared = compile_for("decode", p, queries, capability, tiling)
     return _stack(cubin), shared
-
-
-@functools.cache
-def _process(capability: int) -> ProcessPoolExecutor:
-    """One for each capability: how Triton converts the types of 8 bits it settles, in a process,
-    for the GPU that it compiles for first."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _compile_prefill(p: Problem, capability: int) -> tuple[bytes, int]:
     """The kernel, and the bytes of shared memory that it takes."""
     with _roomy(capability):
         tiling, queries = tuning.prefill_tiling(p), tuning.prefill_queries(p)
-    return _compile("prefill", p, queries, capability, tiling)
+    return compile_for("prefill", p, queries, capability, tiling)
 
 
 @contextlib.contextmanager
@@ -98,40 +51,6 @@ def _roomy(capability: int) -> Iterator[None]:
         patch.setattr(tuning, "roomy", lambda _: capability in (80, 90))
         patch.setattr(tuning, "hopper", lambda _: capability >= 90)
         yield
-
-
-def _compile(
-    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
-) -> tuple[bytes, int]:
-    """A kernel for a GPU, and the bytes of shared memory that it takes."""
-    kernel: Any = getattr(kernels, kernel_name)
-    constants = {k: v for k, v in _constants(p, tiling, queries).items() if k in kernel.arg_names}
-    name = _TYPES[p.dtype][0]
-    signature: dict[str, str] = {}
-    for parameter in kernel.arg_names:
-        if parameter in constants:
-            signature[parameter] = "constexpr"
-        elif parameter in ("key_ptr", "value_ptr"):
-            signature[parameter] = "*" + _EIGHT_BIT.get(p.kv_dtype, name)
-        elif parameter == "query_ptr":
-            signature[parameter] = f"*{name}"
-        elif parameter == "out_ptr":
-            signature[parameter] = "*fp32" if kernel is kernels.decode else f"*{name}"
-        else:
-            floats = ("scale", "softcap", "v_scale")
-            kind = "fp32" if parameter in floats else "i32"
-            signature[parameter] = "*i32" if parameter.endswith("_ptr") else kind
-    names = list(signature)
-    aligned = ("query_ptr", "key_ptr", "value_ptr", "out_ptr")
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs={(names.index(k),): [["tt.divisibility", 16]] for k in aligned},
-    )
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared
 
 
 def _told(cubin: bytes, tool: str, option: str) -> str:
@@ -183,7 +102,7 @@ def test_reference_problem_fits_and_hardly_spills(
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("layout", ["packed", "NHD"])
-@pytest.mark.parametrize("kv_dtype", _EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("kv_dtype", EIGHT_BIT, ids=str)
 def test_eight_bit_caches_fit_and_hardly_spill(
     capability: int, layout: KVLayout, kv_dtype: torch.dtype
 ) -> None:
