@@ -9,6 +9,7 @@ export PAGEDATTN_CACHE_DIR="$work/cache" # no verdict of an earlier run is belie
 
 finish() {
   local status=$?
+  jobs -p | xargs -r kill 2>/dev/null || true
   rm -rf "$work"
   if [ "$status" -ne 0 ]; then echo "FAILED in: $current (exit code $status)" >&2; fi
   exit "$status"
