@@ -113,12 +113,11 @@ def _check_overlap(a: tuple[Any, ...]) -> None:
     out = a[_OUT]
     start = out.data_ptr()
     end = start + arguments.span(out)
-    for place, other in enumerate(a):
-        if place == _OUT or not isinstance(other, Tensor):
-            continue
+    for place in tensor_places(a):
+        other = a[place]
         first = other.data_ptr()
         meets = start < first + arguments.span(other) and first < end
-        if meets and arguments.overlap(out, other):
+        if place != _OUT and meets and arguments.overlap(out, other):
             raise ValueError(
                 f"out overlaps {Arguments._fields[place]} in memory; the inputs are read while out "
                 "is written, so give it memory of its own"

@@ -77,8 +77,7 @@ class CudaRunner:
                     "addresses of 16 bytes): the portable one, slower, serves such calls"
                 )
             code = self.portable(call)
-        if code:
-            require_success(self._library, code)
+        require_success(self._library, code)
 
     def tuned(self, call: Call) -> int:
         """Launch the tuned kernels; `REFUSED` where they do not serve the call."""

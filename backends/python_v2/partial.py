@@ -8,11 +8,14 @@ matrix products in fp32.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("pagedattn")
 
 
 def _fused_operation() -> Any:
@@ -30,7 +33,8 @@ def fused_works(dtype: torch.dtype) -> bool:
     bias = query.new_tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]]).float()
     try:
         out, lse = operation(query, keys, keys, attn_mask=bias[None, None], scale=0.25)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        log.debug("torch's fused attention is not used for %s: %r", dtype, error)
         return False
     # each score is 8 × 0.25 = 2; the first row sees two keys and the second one
     expected = bias.new_tensor([[[2.0 + math.log(2.0), 2.0]]])

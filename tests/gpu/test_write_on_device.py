@@ -58,8 +58,8 @@ def test_a_captured_write_follows_the_slots_of_the_replay(layout: KVLayout, chai
 @pytest.mark.parametrize("chain", ["cuda,torch", "cuda,triton,torch"])
 def test_a_captured_call_that_two_backends_share(layout: KVLayout, chain: str) -> None:
     """Sequences that are short when it is captured are long in a replay."""
-    if registry.get("cuda").not_present_reasons(facts()):
-        pytest.skip("nothing is built for this device")
+    if absent := registry.get("cuda").not_present_reasons(facts()):
+        pytest.skip("; ".join(absent))
     problem = replace(CLASS, kv_layout=layout, varlen_query=True)
     binding = pagedattn.bind(
         "cuda:0", kv_layout=layout, varlen_query=True, dtype=HALF, backend=chain
