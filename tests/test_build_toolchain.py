@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_classes_that_are_compiled() -> None:
 
 
 @pytest.mark.skipif(
-    subprocess.run(["which", "nvcc"], capture_output=True, check=False).returncode != 0,
+    shutil.which("nvcc") is None,
     reason="needs nvcc",
 )
 def test_nvcc_takes_the_command_line(tmp_path: Path) -> None:
