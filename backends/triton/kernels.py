@@ -54,7 +54,7 @@ def _attend_rows(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile of rows, from its query to where its result goes.
 
@@ -107,7 +107,7 @@ def _attend_rows(
             row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
             softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
             BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE,
-            K_PARTS, WORDS, CHECKED, AHEAD,
+            K_PARTS, WORDS, READ_ONCE, AHEAD,
         )  # fmt: skip
     whole = tl.minimum(stop, context + tile_start + 1) - clear_start
     clear_stop = clear_start + tl.maximum(whole, 0) // TILE * TILE
@@ -116,13 +116,13 @@ def _attend_rows(
         row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
         softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
         BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE,
-        K_PARTS, WORDS, CHECKED, AHEAD,
+        K_PARTS, WORDS, READ_ONCE, AHEAD,
     )  # fmt: skip
     acc, acc_high, m, total, bad = walk(
         q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position,
         slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
         K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
-        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED,
+        D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE,
         AHEAD,
     )  # fmt: skip
 

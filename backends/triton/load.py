@@ -31,7 +31,7 @@ def query_part(
 @triton.jit
 def key_part(
     key_ptr, k_token, PART: tl.constexpr, PARTS: tl.constexpr, K_CHUNK: tl.constexpr,
-    X: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    X: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys at `k_token`, as stored, ``[dimensions, tokens]``.
 
@@ -41,8 +41,9 @@ def key_part(
     dim = PART * (D_PAD // PARTS) + tl.arange(0, D_PAD // PARTS)
     k_ptrs = key_ptr + k_token[:, None] + ((dim // X) * K_CHUNK + dim % X)[None, :]
     if D == D_PAD:
-        return tl.trans(tl.load(k_ptrs))
-    return tl.trans(tl.load(k_ptrs, mask=dim[None, :] < D, other=0.0))
+        return tl.trans(tl.load(k_ptrs, eviction_policy=EVICT))
+    mask = dim[None, :] < D
+    return tl.trans(tl.load(k_ptrs, mask=mask, other=0.0, eviction_policy=EVICT))
 
 
 @triton.jit
@@ -75,11 +76,12 @@ else:
 
 
 @triton.jit
-def key_words(key_ptr, k_token, D: tl.constexpr):
+def key_words(key_ptr, k_token, D: tl.constexpr, EVICT: tl.constexpr):
     """Keys of an eight-bit cache whose dimensions lie side by side, as words of two of them,
     ``[words, tokens]``."""
     words = key_ptr.to(tl.pointer_type(tl.int16))
-    return tl.trans(tl.load(words + (k_token // 2)[:, None] + tl.arange(0, D // 2)[None, :]))
+    w_ptrs = words + (k_token // 2)[:, None] + tl.arange(0, D // 2)[None, :]
+    return tl.trans(tl.load(w_ptrs, eviction_policy=EVICT))
 
 
 @triton.jit

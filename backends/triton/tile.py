@@ -76,24 +76,24 @@ def share_of_split(first, end, num_splits, min_tokens, TILE: tl.constexpr):
 def scores(
     q0, q1, q2, q3, key_ptr, k_token, K_PARTS: tl.constexpr, WORDS: tl.constexpr,
     K_CHUNK: tl.constexpr, X: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DOT_TYPE: tl.constexpr,
+    DOT_TYPE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Products of the queries' parts with the keys at `k_token`, ``[rows, tokens]``."""
     KV_TYPE: tl.constexpr = key_ptr.dtype.element_ty
     if WORDS:
-        w = key_words(key_ptr, k_token, D)
+        w = key_words(key_ptr, k_token, D, EVICT)
         s = tl.dot(q0, half_of_words(w, False, KV_TYPE).to(DOT_TYPE))
         s += tl.dot(q1, half_of_words(w, True, KV_TYPE).to(DOT_TYPE))
     else:
-        k = key_part(key_ptr, k_token, 0, K_PARTS, K_CHUNK, X, D, D_PAD)
+        k = key_part(key_ptr, k_token, 0, K_PARTS, K_CHUNK, X, D, D_PAD, EVICT)
         s = tl.dot(q0, k.to(DOT_TYPE), allow_tf32=False)
         if K_PARTS > 1:
-            k = key_part(key_ptr, k_token, 1, K_PARTS, K_CHUNK, X, D, D_PAD)
+            k = key_part(key_ptr, k_token, 1, K_PARTS, K_CHUNK, X, D, D_PAD, EVICT)
             s += tl.dot(q1, k.to(DOT_TYPE), allow_tf32=False)
         if K_PARTS > 2:
-            k = key_part(key_ptr, k_token, 2, K_PARTS, K_CHUNK, X, D, D_PAD)
+            k = key_part(key_ptr, k_token, 2, K_PARTS, K_CHUNK, X, D, D_PAD, EVICT)
             s += tl.dot(q2, k.to(DOT_TYPE), allow_tf32=False)
-            k = key_part(key_ptr, k_token, 3, K_PARTS, K_CHUNK, X, D, D_PAD)
+            k = key_part(key_ptr, k_token, 3, K_PARTS, K_CHUNK, X, D, D_PAD, EVICT)
             s += tl.dot(q3, k.to(DOT_TYPE), allow_tf32=False)
     return s
 
@@ -108,7 +108,7 @@ def fold(
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the rows' running state (acc, m, total).
 
@@ -116,16 +116,19 @@ def fold(
     loads are never masked by position: with MASKED the logical block is clamped to those that
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
     Without MASKED every row must see every key. `acc_high` is in use with WORDS: `acc` then has
-    the even dimensions of the values, and it the odd.
+    the even dimensions of the values, and it the odd. With READ_ONCE no other program reads these
+    keys and values: the table's entries are checked on the way, and what was loaded is the first
+    that the caches give up.
 
     With AHEAD and not MASKED the keys are `chunks`, loaded a tile ago, and those of the next tile,
     whose blocks are `ids`, are loaded here; the tile at `last_start` stands for all that would
     follow it. Chunks are turned in registers, and Triton pipelines no load that goes there.
     """
+    EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
     dim = tl.arange(0, D_PAD)
     token = tile_start + tl.arange(0, TILE)
-    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED, CHECKED)
-    if CHECKED:
+    block, known = locate(token, table_row, num_blocks, first, end, BLOCK_SIZE, MASKED, READ_ONCE)
+    if READ_ONCE:
         bad = bad | tl.where(known, 0, 1)
     offset = token % BLOCK_SIZE
     k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
@@ -133,7 +136,9 @@ def fold(
         mine = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD) if MASKED else chunks
         s = tl.dot(q0, keys_of_chunks(mine, TILE, D_PAD).to(DOT_TYPE), allow_tf32=False)
     else:
-        s = scores(q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE)
+        s = scores(
+            q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE, EVICT
+        )
     if AHEAD and not MASKED:
         k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
         chunks = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD)
@@ -163,15 +168,17 @@ def fold(
     v_token = block * V_BLOCK + kv_head * V_HEAD + offset * V_TOKEN
     if WORDS:
         v_words = value_ptr.to(tl.pointer_type(tl.int16))
-        v = tl.load(v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :])
+        w_ptrs = v_words + (v_token // 2)[:, None] + tl.arange(0, D // 2)[None, :]
+        v = tl.load(w_ptrs, eviction_policy=EVICT)
     else:
         if V_RUN > 1:  # tokens lie side by side, in runs that start at multiples of V_RUN
             v_token = tl.max_contiguous(tl.multiple_of(v_token, V_RUN), V_RUN)
         v_ptrs = value_ptr + v_token[:, None] + dim[None, :] * V_DIM
         if D == D_PAD:
-            v = tl.load(v_ptrs).to(DOT_TYPE)
+            v = tl.load(v_ptrs, eviction_policy=EVICT).to(DOT_TYPE)
         else:
-            v = tl.load(v_ptrs, mask=dim[None, :] < D, other=0.0).to(DOT_TYPE)
+            mask = dim[None, :] < D
+            v = tl.load(v_ptrs, mask=mask, other=0.0, eviction_policy=EVICT).to(DOT_TYPE)
     v_high = v
     if WORDS:
         v_high = half_of_words(v, True, value_ptr.dtype.element_ty).to(DOT_TYPE)
@@ -198,7 +205,7 @@ def walk(
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHECKED: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from `start` up to `stop`; the state is as `fold` has it.
 
@@ -222,7 +229,7 @@ def walk(
                 first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
                 score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
                 V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED, AHEAD,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, AHEAD,
             )  # fmt: skip
     else:
         for tile_start in range(start, stop, TILE):
@@ -231,6 +238,6 @@ def walk(
                 first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
                 score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
                 V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, CHECKED, AHEAD,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, AHEAD,
             )  # fmt: skip
     return acc, acc_high, m, total, bad
