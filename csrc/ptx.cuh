@@ -139,12 +139,26 @@ PA_DEVICE void wait_barrier(copy_barrier* barrier, int parity) {
       : "memory");
 }
 
+/// How long the second-level cache is to keep what bulk copies bring.
+struct cache_policy {
+  uint64_t bits;
+};
+
+/// `read_once`: evict it before anything else; otherwise as without a policy.
+PA_DEVICE cache_policy cache_policy_for(bool read_once) {
+  cache_policy first = {}, usual = {};
+  PA_SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(first.bits));
+  PA_SM90_ASM("createpolicy.fractional.L2::evict_unchanged.b64 %0;" : "=l"(usual.bits));
+  return read_once ? first : usual;
+}
+
 /// Start a copy to shared memory; both addresses and `bytes` are multiples of 16.
-PA_DEVICE void bulk_copy(void* shared, const void* global, int bytes, copy_barrier* barrier) {
+PA_DEVICE void bulk_copy(void* shared, const void* global, int bytes, copy_barrier* barrier,
+                         cache_policy policy) {
   PA_SM90_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy.bits)
       : "memory");
 }
 
@@ -161,11 +175,12 @@ PA_DEVICE void prefetch_map(const tensor_map& map) {
 /// Start a copy of the map's box to shared memory (aligned to 1,024 bytes, rows swizzled), from
 /// this token of a block on.
 PA_DEVICE void tensor_copy(void* shared, const tensor_map& map, int token, int head, int block,
-                           copy_barrier* barrier) {
+                           copy_barrier* barrier, cache_policy policy) {
   PA_SM90_ASM(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(0), "r"(token), "r"(head), "r"(block), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(0), "r"(token), "r"(head), "r"(block), "r"(shared_address(barrier)),
+      "l"(policy.bits)
       : "memory");
 }
 

@@ -52,9 +52,10 @@ struct item_place {
   unsigned char* memory;
   item_barriers* barriers;
   head_cache cache[2];  // keys, values
+  cache_policy policy;
   int lane;
 
-  static PA_DEVICE item_place of(const pagedattn_params& p, const cache_maps& maps,
+  static PA_DEVICE item_place of(const pagedattn_params& p, const cache_maps& maps, bool read_once,
                                  unsigned char* memory, item_barriers* barriers, int kv_head,
                                  int lane) {
     const auto cache = [&](const void* base, int64_t head, int64_t block, int64_t token, int side) {
@@ -65,7 +66,8 @@ struct item_place {
         memory, barriers,
         {cache(p.key_cache, p.key_head_stride, p.key_block_stride, p.key_token_stride, 0),
          cache(p.value_cache, p.value_head_stride, p.value_block_stride, p.value_token_stride, 1)},
-        lane};
+        {}, lane};
+    if constexpr (BULK) made.policy = cache_policy_for(read_once);
     made.init();
     return made;
   }
@@ -97,9 +99,10 @@ struct item_place {
         const int first = token + part * PART;
         if constexpr (ORDER == SWIZZLED)
           tensor_copy(target + part * PART_BYTES, *from.map, first % BLOCK_SIZE, from.head,
-                      block[part], barrier);
+                      block[part], barrier, policy);
         else
-          bulk_copy(target + part * PART_BYTES, from.row(block[part], first), PART_BYTES, barrier);
+          bulk_copy(target + part * PART_BYTES, from.row(block[part], first), PART_BYTES, barrier,
+                    policy);
       }
     } else {
       const unsigned char* source[PARTS];

@@ -114,7 +114,8 @@ struct item_walk {
 
 template <kv_order ORDER>
 __global__ void __launch_bounds__(TUNED_THREADS, 1)
-    tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps) {
+    tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps,
+                        bool read_once) {
   PA_DYNAMIC_SHARED(memory);
   __shared__ item_barriers barriers[TUNED_WARPS];
   __shared__ attention_partial states[TUNED_WARPS][TILE_ROWS];
@@ -129,7 +130,8 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   walk.ask(p, work, rank);
   sequence_span span = span_of(p, work.sequence);
   if (!exists) span.query_len = 0, span.end = 0;
-  walk.place = item_place<ORDER>::of(p, maps, memory + warp * tuned_memory<ORDER>::WARP_BYTES,
+  walk.place = item_place<ORDER>::of(p, maps, read_once,
+                                     memory + warp * tuned_memory<ORDER>::WARP_BYTES,
                                      &barriers[warp], work.kv_head, lane);
   walk.begin(p, work, span);
 
@@ -152,8 +154,11 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   else __syncwarp();
   if (span.elsewhere) return;
   const int leader = warp - rank;
-  merge_team<ORDER>(p, span, work, memory + leader * tuned_memory<ORDER>::WARP_BYTES,
-                    &states[leader], rank, lane);
+  unsigned char* const left = memory + leader * tuned_memory<ORDER>::WARP_BYTES;
+  if (!p.query_start_loc && p.num_splits == 1)
+    write_result<ORDER>(p, span, work, left, &states[leader], rank, lane);
+  else
+    write_partition<ORDER>(p, span, work, left, &states[leader], rank, lane);
 }
 
 }  // namespace pagedattn

@@ -10,34 +10,36 @@ namespace pagedattn {
 
 /// How a block's threads share the work: DIMS dimensions of the row, four of a lane, and WARPS of
 /// them over the partitions.
-template <int DIMS_, int WARPS_, int AHEAD_>
+template <int DIMS_, int WARPS_, int AHEAD_, int STATES_>
 struct merge_shape {
   static constexpr int DIMS = DIMS_, WARPS = WARPS_;
   static constexpr int THREADS = WARPS * 32;
   static constexpr int LANES = DIMS / 4;         // that share a partition
   static constexpr int SLOTS = THREADS / LANES;  // partitions side by side
   static constexpr int AHEAD = AHEAD_;           // partitions that a lane asks for at once
+  static constexpr int STATES = STATES_;         // and their states; more do not fit beside them
   static constexpr int BLOCKS = ceil_div(HEAD_DIM, DIMS);  // of a row
 };
-using wide_merge = merge_shape<128, 16, 6>;
+// where few partitions meet, of many rows: all of them fit beside phase 1, and so none starts late
+using light_merge = merge_shape<128, 4, 2, 1>;
+using wide_merge = merge_shape<128, 16, 6, 3>;
 // where there are too few rows to occupy the device: more and smaller blocks
-using narrow_merge = merge_shape<32, 8, 4>;
+using narrow_merge = merge_shape<32, 8, 4, 3>;
 constexpr int FEW_ROWS = 16;
 
-constexpr int MERGE_STATES = 3;  // states that a lane does; more do not fit beside the values
-
 /// What all partitions' states amount to. Every warp does it for itself: no barrier is needed.
+template <int STATES>
 PA_DEVICE attention_partial combine_states(const attention_partial* states, int active, int lane) {
   attention_partial all = identity();
-  for (int from = lane; from < active; from += 32 * MERGE_STATES) {
-    attention_partial some[MERGE_STATES];
+  for (int from = lane; from < active; from += 32 * STATES) {
+    attention_partial some[STATES];
 #pragma unroll
-    for (int i = 0; i < MERGE_STATES; ++i) {
+    for (int i = 0; i < STATES; ++i) {
       const int split = from + i * 32;
       some[i] = split < active ? states[split] : identity();
     }
 #pragma unroll
-    for (int i = 0; i < MERGE_STATES; ++i) all = combine(all, some[i]).state;
+    for (int i = 0; i < STATES; ++i) all = combine(all, some[i]).state;
   }
   const float top = group_max<32>(all.max_score);
   return {top, group_sum<32>(all.sum * weight_of(all.max_score, top))};
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 2) tuned_merge_kernel(pagedatt
   constexpr int TURN = Shape::AHEAD * Shape::SLOTS;
   partitions_ahead<Shape> some;
   some.load(states, values, slot, active);
-  attention_partial state = combine_states(states, active, lane);
+  attention_partial state = combine_states<Shape::STATES>(states, active, lane);
   if (refused) state = poison();
   float sum[4] = {};
   some.add_to(sum, state.max_score);

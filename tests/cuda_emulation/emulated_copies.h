@@ -35,6 +35,7 @@ struct copy_groups {
   std::vector<copy> open;
 };
 
+inline long bulk_copies[2] = {};  // those whose bytes are to stay in the cache, and the others
 inline std::map<const void*, phase> phases;
 inline std::vector<copy_groups> groups;
 
@@ -90,6 +91,11 @@ inline const bool copies_are_watched = [] {
 
 }  // namespace emulation
 
+/// Bulk copies since the last call: `read_once` or not.
+extern "C" inline __attribute__((used)) long emulation_bulk_copies(int read_once) {
+  return std::exchange(emulation::bulk_copies[read_once], 0);
+}
+
 namespace pagedattn {
 
 struct alignas(8) copy_barrier {
@@ -125,12 +131,21 @@ inline void wait_barrier(copy_barrier* barrier, int parity) {
   if (!p.is_over(parity)) emulation::complete(p);
 }
 
-inline void bulk_copy(void* shared, const void* global, int bytes, copy_barrier* barrier) {
+/// There is no cache here: the copies are counted.
+struct cache_policy {
+  bool read_once;
+};
+
+inline cache_policy cache_policy_for(bool read_once) { return {read_once}; }
+
+inline void bulk_copy(void* shared, const void* global, int bytes, copy_barrier* barrier,
+                      cache_policy policy) {
   emulation::phase& p = emulation::phase_of(barrier);
   const emulation::copy one = {static_cast<unsigned char*>(shared), global, bytes};
   if (!p.fenced) emulation::tell("a copy before the fence after its barrier's initialisation");
   if (emulation::overlaps_one_on_its_way(one)) emulation::tell("two bulk copies to the same bytes");
   emulation::start_copy(p.copies, one);
+  ++emulation::bulk_copies[policy.read_once];
   p.started += bytes;
   if (p.pending == 0 && p.started > p.expected)
     emulation::tell("a copy of more bytes than its phase expects");
@@ -157,7 +172,7 @@ bool encode_map(tensor_map& map, const Rows& rows) {
 inline void prefetch_map(const tensor_map&) {}
 
 inline void tensor_copy(void* shared, const tensor_map& map, int token, int head, int block,
-                        copy_barrier* barrier) {
+                        copy_barrier* barrier, cache_policy policy) {
   emulation::phase& p = emulation::phase_of(barrier);
   unsigned char* const target = static_cast<unsigned char*>(shared);
   if (!p.fenced) emulation::tell("a copy before the fence after its barrier's initialisation");
@@ -176,6 +191,7 @@ inline void tensor_copy(void* shared, const tensor_map& map, int token, int head
                                          source + t * map.token_stride + chunk * 128 + piece * 16,
                                          16});
       }
+  ++emulation::bulk_copies[policy.read_once];
   p.started += map.chunks * map.tokens * 128;
   if (p.pending == 0 && p.started > p.expected)
     emulation::tell("a copy of more bytes than its phase expects");

@@ -100,8 +100,8 @@ __global__ void copies_in_bulk(arguments x) {
       expect_bytes(barrier, x.choice == WAITS_FOR_MORE ? 528 : x.choice == COPIES_MORE ? 496 : 512);
       if (x.choice == ARRIVES_TWICE) expect_bytes(barrier, 0);
       const int shift = x.choice == MISALIGNED ? 1 : 0;
-      bulk_copy(tile, in + 128 * round + shift, 256, barrier);
-      bulk_copy(tile + 64, in + 128 * round + 64, 256, barrier);
+      bulk_copy(tile, in + 128 * round + shift, 256, barrier, cache_policy_for(true));
+      bulk_copy(tile + 64, in + 128 * round + 64, 256, barrier, cache_policy_for(false));
     }
     if (x.choice == READS_EARLY) __syncthreads();
     else if (x.choice != NEVER_WAITS) wait_barrier(barrier, round % 2);

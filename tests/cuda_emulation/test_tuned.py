@@ -272,6 +272,28 @@ def test_what_a_sequence_holds_is_seen_by_no_other(
 
 
 @each_order
+def test_what_will_not_be_read_again_leaves_the_cache_first(
+    libraries: Libraries, layout: KVLayout
+) -> None:
+    """Unless that is more than the measure in `reads_once`, or several tiles of rows read it."""
+    problem = replace(BASE, kv_layout=layout)
+    speculative = replace(problem, varlen_query=True)
+    for one, bound, once in (
+        (problem, 400, True),
+        (problem, 10**7, False),
+        (replace(problem, window=True), 10**7, True),
+        (speculative, 400, False),
+    ):
+        call = replace(make_call(one), max_seq_len=bound)
+        library = libraries.of(one, *tuned(90), "-O1", source=TUNED_ALONE)
+        for policy in (0, 1):
+            library.emulation_bulk_copies(policy)
+        _run(libraries, one, call)
+        counts = [library.emulation_bulk_copies(policy) for policy in (0, 1)]
+        assert [n > 0 for n in counts] == [not once, once]
+
+
+@each_order
 @either_arch
 def test_a_long_context(judge: Judge, layout: KVLayout, arch: int) -> None:
     """A warp has more items than the 64 whose blocks it knows from the start."""
