@@ -44,7 +44,7 @@ def _constants(p: Problem, tiling: tuning.Tiling, queries: int) -> dict[str, Any
         "HAS_LSE": p.return_lse, "PARTIAL": True,
         "V_RUN": 16 // p.kv_dtype.itemsize if p.kv_layout == "packed" else 1,
         "DOT_TYPE": _TYPES[p.dtype][1], "K_PARTS": tiling.key_parts, "WORDS": tiling.words,
-        "OVERLAP": False, "AHEAD": tiling.ahead,
+        "OVERLAP": False, "CHUNKS": tiling.chunks,
     }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class KernelCache:
         found = self._kernels.get(key)
         if found is None:
             num_rows = tuning.rows(self._problem.group, queries)
-            constants = self._attend(call, tiling, num_rows, queries) | {"AHEAD": tiling.ahead}
+            constants = self._attend(call, tiling, num_rows, queries)
             found = self._kernels[key] = FastKernel(kernels.prefill, constants, _options(tiling))
         return found
 
@@ -85,7 +85,7 @@ class KernelCache:
             "HAS_SINKS": p.sinks, "K_SCALES": _count(call.k_scale),
             "V_SCALES": _count(call.v_scale), "HAS_LSE": p.return_lse,
             "V_RUN": value_run(call, tiling.tile), "DOT_TYPE": _DOT_TYPES[p.dtype],
-            "K_PARTS": tiling.key_parts,
+            "K_PARTS": tiling.key_parts, "CHUNKS": tiling.chunks,
             "WORDS": tiling.words and takes_words(call),
         }  # fmt: skip
 

@@ -54,7 +54,7 @@ def _attend_rows(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile of rows, from its query to where its result goes.
 
@@ -107,7 +107,7 @@ def _attend_rows(
             row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
             softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
             BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE,
-            K_PARTS, WORDS, READ_ONCE, AHEAD,
+            K_PARTS, WORDS, READ_ONCE, CHUNKS,
         )  # fmt: skip
     whole = tl.minimum(stop, context + tile_start + 1) - clear_start
     clear_stop = clear_start + tl.maximum(whole, 0) // TILE * TILE
@@ -116,14 +116,14 @@ def _attend_rows(
         row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale,
         softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM,
         BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False, V_RUN, DOT_TYPE,
-        K_PARTS, WORDS, READ_ONCE, AHEAD,
+        K_PARTS, WORDS, READ_ONCE, CHUNKS,
     )  # fmt: skip
     acc, acc_high, m, total, bad = walk(
         q0, q1, q2, q3, acc, acc_high, m, total, bad, clear_stop, stop, first, end, row_position,
         slope, key_ptr, value_ptr, table_row, num_blocks, window, score_scale, softcap, kv_head,
         K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D,
         D_PAD, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE,
-        AHEAD,
+        CHUNKS,
     )  # fmt: skip
 
     if WORDS:
@@ -170,7 +170,8 @@ def decode(
     VARLEN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PARTIAL: tl.constexpr, V_RUN: tl.constexpr,
-    DOT_TYPE: tl.constexpr, K_PARTS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr, K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sequences of few query tokens: a program per (KV head, split, sequence)."""
     if OVERLAP:
@@ -201,7 +202,7 @@ def decode(
         num_splits, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK, V_HEAD, V_TOKEN,
         V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES, HAS_WINDOW, HAS_SOFTCAP,
         HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, PARTIAL, V_RUN, DOT_TYPE, K_PARTS, WORDS,
-        True, False,
+        True, CHUNKS,
     )  # fmt: skip
 
 
@@ -303,7 +304,7 @@ def prefill(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Sequences of many query tokens: a program per (tile of queries, KV head).
 
@@ -349,5 +350,5 @@ def prefill(
         tl.maximum(end - start, 0), 1, NUM_HEADS, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
         V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, GROUP, ROWS, TILE_QUERIES,
         HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_SINKS, K_SCALES, V_SCALES, HAS_LSE, False,
-        V_RUN, DOT_TYPE, K_PARTS, WORDS, False, AHEAD,
+        V_RUN, DOT_TYPE, K_PARTS, WORDS, False, CHUNKS,
     )  # fmt: skip

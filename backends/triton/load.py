@@ -49,18 +49,20 @@ def key_part(
 @triton.jit
 def load_chunks(
     key_ptr, k_token, mask, K_CHUNK: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr,
+    D_PAD: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """The packed keys at `k_token` as they lie, ``[chunk, token, X]``; none unless `mask`.
 
     Loaded to registers they come through the L1 cache, which two tokens' 16 bytes of one sector
-    share; pipelined copies to shared memory, which `key_part`'s become in prefill, pass it by.
+    share; pipelined copies to shared memory, which `key_part`'s become in prefill, pass it by. As
+    such copies chunks fill whole sectors all the same.
     """
     chunk = tl.arange(0, D_PAD // X)[:, None, None]
     k_ptrs = key_ptr + chunk * K_CHUNK + k_token[None, :, None] + tl.arange(0, X)[None, None, :]
     if D == D_PAD:
-        return tl.load(k_ptrs, mask=mask)
-    return tl.load(k_ptrs, mask=(chunk < D // X) & mask, other=0.0)
+        return tl.load(k_ptrs, mask=mask, eviction_policy=EVICT)
+    mask = (chunk < D // X) & mask
+    return tl.load(k_ptrs, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 # Triton looks up every name of a function, also in branches not taken, so one that an older one

@@ -108,7 +108,7 @@ def fold(
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the rows' running state (acc, m, total).
 
@@ -120,9 +120,9 @@ def fold(
     keys and values: the table's entries are checked on the way, and what was loaded is the first
     that the caches give up.
 
-    With AHEAD and not MASKED the keys are `chunks`, loaded a tile ago, and those of the next tile,
-    whose blocks are `ids`, are loaded here; the tile at `last_start` stands for all that would
-    follow it. Chunks are turned in registers, and Triton pipelines no load that goes there.
+    With CHUNKS packed keys are loaded as they lie, then turned. With CHUNKS 2 and not MASKED they
+    are `chunks`, in registers since a tile ago, and those of the next tile, whose blocks are `ids`,
+    are loaded here; the tile at `last_start` stands for all that would follow it.
     """
     EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
     dim = tl.arange(0, D_PAD)
@@ -132,16 +132,19 @@ def fold(
         bad = bad | tl.where(known, 0, 1)
     offset = token % BLOCK_SIZE
     k_token = block * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
-    if AHEAD:
-        mine = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD) if MASKED else chunks
+    AHEAD: tl.constexpr = CHUNKS == 2 and not MASKED
+    if CHUNKS > 0:
+        mine = chunks
+        if not AHEAD:
+            mine = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD, EVICT)
         s = tl.dot(q0, keys_of_chunks(mine, TILE, D_PAD).to(DOT_TYPE), allow_tf32=False)
     else:
         s = scores(
             q0, q1, q2, q3, key_ptr, k_token, K_PARTS, WORDS, K_CHUNK, X, D, D_PAD, DOT_TYPE, EVICT
         )
-    if AHEAD and not MASKED:
+    if AHEAD:
         k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + offset * K_TOKEN
-        chunks = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD)
+        chunks = load_chunks(key_ptr, k_token, True, K_CHUNK, X, D, D_PAD, EVICT)
         after = tl.minimum(tile_start + 2 * TILE, last_start) + tl.arange(0, TILE)
         ids = tl.load(table_row + after // BLOCK_SIZE)
     if HAS_SOFTCAP:
@@ -205,21 +208,22 @@ def walk(
     V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr, V_RUN: tl.constexpr, DOT_TYPE: tl.constexpr,
-    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    K_PARTS: tl.constexpr, WORDS: tl.constexpr, READ_ONCE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from `start` up to `stop`; the state is as `fold` has it.
 
     Tiles to be masked are few, and pipelined their values would need shared memory twice, before
     and after the mask: more than the other loop has, so that fewer programs were resident.
     """
-    chunks, ids = bad, bad  # without AHEAD never read
+    chunks, ids = bad, bad  # read only where they are loaded ahead
     last_start = stop - TILE
-    if AHEAD and not MASKED:  # the first tile's keys, and where the second one's are
+    if CHUNKS == 2 and not MASKED:  # the first tile's keys, and where the second one's are
         some = start < stop
         token = start + tl.arange(0, TILE)
         ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
         k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + token % BLOCK_SIZE * K_TOKEN
-        chunks = load_chunks(key_ptr, k_token, some, K_CHUNK, X, D, D_PAD)
+        EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
+        chunks = load_chunks(key_ptr, k_token, some, K_CHUNK, X, D, D_PAD, EVICT)
         token = tl.minimum(start + TILE, last_start) + tl.arange(0, TILE)
         ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
     if MASKED:
@@ -229,7 +233,7 @@ def walk(
                 first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
                 score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
                 V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, AHEAD,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, CHUNKS,
             )  # fmt: skip
     else:
         for tile_start in range(start, stop, TILE):
@@ -238,6 +242,6 @@ def walk(
                 first, end, row_position, slope, key_ptr, value_ptr, table_row, num_blocks, window,
                 score_scale, softcap, kv_head, K_BLOCK, K_HEAD, K_TOKEN, K_CHUNK, X, V_BLOCK,
                 V_HEAD, V_TOKEN, V_DIM, BLOCK_SIZE, TILE, D, D_PAD, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, AHEAD,
+                HAS_ALIBI, MASKED, V_RUN, DOT_TYPE, K_PARTS, WORDS, READ_ONCE, CHUNKS,
             )  # fmt: skip
     return acc, acc_high, m, total, bad

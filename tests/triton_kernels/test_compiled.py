@@ -114,6 +114,26 @@ def test_eight_bit_caches_fit_and_hardly_spill(
     assert shared <= 44 << 10  # four programs fit a multiprocessor of 9.0
 
 
+@pytest.mark.parametrize("kv_dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "features"),
+    [(256, 1, ()), (256, 1, ("window", "softcap", "alibi")), (128, 1, ()), (256, 4, ("sinks",))],
+)
+def test_packed_eight_bit_keys_are_copied_ahead_of_use(
+    head_dim: int, queries: int, features: tuple[str, ...], kv_dtype: torch.dtype
+) -> None:
+    wanted: dict[str, Any] = dict.fromkeys(features, True)
+    problem = Problem("cuda:0", torch.bfloat16, kv_dtype, 24, 4, head_dim, 16, **wanted)
+    with _roomy(90):
+        tiling = tuning.decode_tiling(problem, tuning.rows(problem.group, queries), 1 << 20)
+    assert tiling.chunks == 1
+    cubin, shared = compile_for("decode", problem, queries, 90, tiling)
+    (loop,) = _pipelined_loops(cubin)
+    assert "LDGSTS.E.BYPASS.128" in loop or "LDGSTS.E.BYPASS.LTC128B.128" in loop
+    assert _stack(cubin) <= 32
+    assert shared * tiling.programs_per_sm <= SHARED_LIMIT[90]
+
+
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_other_head_sizes_fit(capability: int, head_dim: int) -> None:
@@ -153,7 +173,7 @@ def test_keys_loaded_ahead_do_not_spill_in_the_loop(
     wanted: dict[str, Any] = dict.fromkeys(features, True)
     problem = Problem("cuda:0", dtype, dtype, 24, 4, head_dim, 16, varlen_query=True, **wanted)
     with _roomy(90):
-        assert tuning.prefill_tiling(problem).ahead
+        assert tuning.prefill_tiling(problem).chunks == 2
     cubin, shared = _compile_prefill(problem, 90)
     (loop,) = _pipelined_loops(cubin)
     assert "HGMMA" in loop

@@ -81,6 +81,24 @@ def test_eight_bit_caches_as_words(layout: KVLayout, kv: str) -> None:
     _judge(problem)
 
 
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (256, 144), (16, 1)])
+def test_packed_eight_bit_keys_as_they_lie(
+    kv: str, head_dim: int, block_size: int, monkeypatch: Any
+) -> None:
+    decode_tiling = tuning.decode_tiling  # of work that these problems are too small for
+    monkeypatch.setattr(tuning, "decode_tiling", lambda p, rows, _: decode_tiling(p, rows, 1 << 20))
+    kv_dtype = getattr(torch, kv)
+    problem = replace(
+        BASE, dtype=torch.float16, kv_dtype=kv_dtype, kv_layout="packed", head_dim=head_dim,
+        block_size=block_size, kv_scales="float",
+    )  # fmt: skip
+    for rows in (16, 32):
+        assert tuning.decode_tiling(problem, rows, 0).chunks == 1
+    _judge(problem)
+    _judge(replace(problem, varlen_query=True, window=True))
+
+
 def test_eight_bit_caches_that_no_word_fits() -> None:
     problem = replace(BASE, dtype=torch.float16, kv_dtype=torch.int8, block_size=1)
     _judge(replace(problem, kv_layout="packed"))

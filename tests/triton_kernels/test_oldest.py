@@ -29,7 +29,7 @@ CONSTANTS: dict[str, Any] = {
     "GROUP": GROUP, "ROWS": 32, "TILE_QUERIES": 5, "VARLEN": True, "HAS_WINDOW": True,
     "HAS_SOFTCAP": True, "HAS_ALIBI": True, "HAS_SINKS": True, "K_SCALES": 1, "V_SCALES": 2,
     "HAS_LSE": True, "PARTIAL": True, "DOT_TYPE": tl.float16, "WORDS": False, "OVERLAP": False,
-    "AHEAD": False,
+    "CHUNKS": 0,
     "DIMS": D, "SPLITS": 16,
 }  # fmt: skip
 LAYOUTS = {

@@ -99,7 +99,7 @@ def test_long_and_short_sequences_together(problem: Problem) -> None:
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
 def test_keys_ahead_of_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
     problem = replace(BASE, head_dim=head_dim, dtype=dtype, kv_dtype=dtype)
-    assert tuning.prefill_tiling(problem).ahead
+    assert tuning.prefill_tiling(problem).chunks == 2
     _check(problem, _call(problem, LENGTHS[:4], QUERIES[:4], math.nan))
 
 
@@ -107,7 +107,7 @@ def test_keys_ahead_of_every_head_size(head_dim: int, dtype: torch.dtype) -> Non
 def test_keys_ahead_in_blocks_of_any_size(block_size: int) -> None:
     problem = replace(BASE, block_size=block_size)
     # where blocks and tiles do not begin together a token's place differs from tile to tile
-    assert tuning.prefill_tiling(problem).ahead == (block_size <= 64)
+    assert (tuning.prefill_tiling(problem).chunks == 2) == (block_size <= 64)
     _check(problem, _call(problem, LENGTHS, QUERIES, math.nan))
 
 
@@ -134,11 +134,11 @@ def test_features(layout: KVLayout, names: list[str]) -> None:
 def test_where_keys_are_not_loaded_ahead() -> None:
     """What was found to spill in the loop, or has no keys of 16 bits that lie in chunks."""
     large = replace(BASE, head_dim=256)
-    assert not tuning.prefill_tiling(replace(large, softcap=True)).ahead
-    assert not tuning.prefill_tiling(replace(large, window=True)).ahead
-    assert not tuning.prefill_tiling(replace(large, block_size=4)).ahead
-    assert not tuning.prefill_tiling(replace(BASE, head_dim=512)).ahead
-    assert [tuning.prefill_tiling(p).ahead for p in PROBLEMS.values()] == [True] + [False] * 5
+    assert tuning.prefill_tiling(replace(large, softcap=True)).chunks == 0
+    assert tuning.prefill_tiling(replace(large, window=True)).chunks == 0
+    assert tuning.prefill_tiling(replace(large, block_size=4)).chunks == 0
+    assert tuning.prefill_tiling(replace(BASE, head_dim=512)).chunks == 0
+    assert [tuning.prefill_tiling(p).chunks for p in PROBLEMS.values()] == [2, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("window", [1, 17, 150])
