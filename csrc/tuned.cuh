@@ -75,7 +75,8 @@ inline bool reads_once(const pagedattn_params& p, int64_t tiles) {
   constexpr int64_t MOST_BYTES = 160 << 20;
   constexpr int64_t TOKEN_BYTES = 2 * HEAD_DIM * KV_BYTES;
   int64_t longest = p.max_seq_len;
-  if (p.window > 0) longest = smaller(p.max_seq_len, p.window + p.max_query_len);
+  const int64_t seen = int64_t{p.window} + p.max_query_len;
+  if (p.window > 0 && seen < longest) longest = seen;
   // every tile of rows reads all of them again
   return tiles == 1 && longest * p.num_seqs * p.num_kv_heads <= MOST_BYTES / TOKEN_BYTES;
 }
