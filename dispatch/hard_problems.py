@@ -22,6 +22,7 @@ from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 #: what the results of a part hold beforehand: it must stay in the rows of the other part
 UNTOUCHED = 7.0
 _PADS = (-1, 2**31 - 1)
+_LONG = 641  # tokens: on a GPU enough for more partitions than a merge of few takes
 
 
 def make_call(problem: Problem, seed: int = 0) -> Call:
@@ -31,7 +32,8 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     bs = problem.block_size
-    lengths = [1, 0, bs + 1, 2 * bs, max(3 * bs + 2, 301), bs + 2]
+    on_host = problem.device_type == "cpu"
+    lengths = [1, 0, bs + 1, 2 * bs, max(3 * bs + 2, 301 if on_host else _LONG), bs + 2]
     queries = _queries(problem) if problem.varlen_query else [1] * len(lengths)
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     tables, num_blocks = _tables(lengths, bs, generator)
@@ -39,7 +41,6 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     tables[-1, 1] = num_blocks  # the corrupt one
     padding = 1 if problem.varlen_query else 0  # a token that belongs to no sequence
     query = 2 * _normal((starts[-1] + padding, problem.num_heads, problem.head_dim), generator)
-    on_host = problem.device_type == "cpu"
     held = math.nan if problem.query_part == "all" else UNTOUCHED
     call = Call(
         query=query.to(problem.dtype),
@@ -62,6 +63,22 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
         call.query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cpu")
         call.host_query_start = starts if on_host else None
     return on_device(call, problem.device)
+
+
+def longest_alone(call: Call) -> Call:
+    """The longest sequence of a decode call by itself: there are fewer rows, and more partitions of
+    each."""
+    row = int(call.seq_lens.argmax())
+    one = slice(row, row + 1)
+    return replace(
+        call,
+        query=call.query[one],
+        block_tables=call.block_tables[one],
+        seq_lens=call.seq_lens[one],
+        out=torch.full_like(call.out[one], math.nan),
+        lse=None if call.lse is None else torch.full_like(call.lse[one], math.nan),
+        host_seq_lens=None if call.host_seq_lens is None else call.host_seq_lens[one],
+    )
 
 
 def _queries(problem: Problem) -> list[int]:

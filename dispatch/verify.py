@@ -129,8 +129,17 @@ def _judge_here(backend: Backend, loaded: Any, problem: Problem, task: Task) -> 
 
 
 def judge(runner: Runner, problem: Problem) -> Verdict:
-    """Run a hard problem: ``ok`` or ``wrong``, with the error found."""
+    """Run a hard problem, and of decode its longest sequence alone: ``ok`` or ``wrong``, with the
+    error found (of both the worse)."""
     call = hard_problems.make_call(problem)
+    verdict = _judge_call(runner, call, problem)
+    if verdict.outcome == "ok" and not problem.varlen_query:
+        alone = _judge_call(runner, hard_problems.longest_alone(call), problem)
+        verdict = max(verdict, alone, key=lambda one: (one.outcome != "ok", one.error))
+    return verdict
+
+
+def _judge_call(runner: Runner, call: Call, problem: Problem) -> Verdict:
     runner(call)
     error, lse_error = errors(call, oracle(call, problem))
     limit, lse_limit = TOLERANCE[problem.dtype], LSE_TOLERANCE[problem.dtype]

@@ -109,6 +109,22 @@ def test_a_planted_mistake_is_found(
     assert verdict.outcome == ("ok" if mistake == "none" else "wrong"), verdict
 
 
+def test_what_is_wrong_for_one_sequence_alone_is_found() -> None:
+    """Where a merge has more partitions, say."""
+
+    def run(call: Call) -> None:
+        attend(call)
+        if call.seq_lens.numel() == 1:
+            assert call.host_seq_lens == [301]
+            assert bool(call.block_tables[0, : -(-301 // 16)].ge(0).all())
+            call.out.mul_(1.1)
+
+    verdict = verify.judge(run, small_problem())
+    assert verdict.outcome == "wrong"
+    assert verdict.error == pytest.approx(0.1, rel=1e-3)
+    assert verify.judge(run, small_problem(varlen_query=True)).outcome == "ok"
+
+
 def test_products_in_tf32_are_found() -> None:
     def run(call: Call) -> None:
         attend(replace(call, query=_tf32(call.query), key_cache=_tf32(call.key_cache)))
