@@ -65,7 +65,8 @@ inline bool describe(cache_maps& maps, const pagedattn_params& p) {
   return encode_map(maps.of[0], keys) && encode_map(maps.of[1], values);
 }
 
-/// Whether keys and values should give way in the second-level cache to what they find there.
+/// Whether keys and values should give way in the second-level cache to what they find there. (Of
+/// a prefix that sequences share the first one to read it then brings it for that one alone.)
 ///
 /// That is written back to memory if need be, which takes from what is read in the meantime, and
 /// leaves less to the kernels that follow. Measured on an H200 whose cache of 50 MB was full of

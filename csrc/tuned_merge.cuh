@@ -20,7 +20,8 @@ struct merge_shape {
   static constexpr int STATES = STATES_;         // and their states; more do not fit beside them
   static constexpr int BLOCKS = ceil_div(HEAD_DIM, DIMS);  // of a row
 };
-// where few partitions meet, of many rows: all of them fit beside phase 1, and so none starts late
+// where few partitions meet: so small that those of some hundred rows fit beside phase 1, and none
+// has to wait for its end to start
 using light_merge = merge_shape<128, 4, 2, 1>;
 using wide_merge = merge_shape<128, 16, 6, 3>;
 // where there are too few rows to occupy the device: more and smaller blocks

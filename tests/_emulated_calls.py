@@ -138,6 +138,8 @@ def guarded(tensor):
 
 kept = []
 libraries = [load(path) for path in paths]
+for library in libraries:
+    assert library.emulation_guard_shared() == 0
 for layout in ("packed", "NHD", "HND"):
     sizes = (6, 2, head_dim, 16, layout, True, True)
     problem = Problem("cpu", dtype, dtype, *sizes, return_lse=True)

@@ -2,8 +2,10 @@
 // cuda_emulation.h.
 //
 // A launch's dynamic shared memory is filled with 0xFF (NaN in each type) before each block, and a
-// block that writes beyond it is told.
+// block that writes beyond it is told. One that reads beyond it dies, where that was asked for.
 #pragma once
+
+#include <sys/mman.h>
 
 #include <map>
 #include <tuple>
@@ -17,19 +19,27 @@ constexpr size_t SHARED_BYTES = 228 * 1024;
 constexpr size_t MOST_DYNAMIC_BYTES = 227 * 1024;     // of a block, on sm_90
 constexpr size_t UNASKED_DYNAMIC_BYTES = 48 * 1024;  // more must be asked for
 
-alignas(1024) inline unsigned char shared_memory[SHARED_BYTES];
-inline size_t dynamic_bytes = 0;  // of the launch that is running
+constexpr size_t PAGE_BYTES = 4096;
+alignas(PAGE_BYTES) inline unsigned char shared_memory[SHARED_BYTES + PAGE_BYTES];
+inline bool shared_is_guarded = false;  // by the last page, before which it then ends
+inline size_t dynamic_bytes = 0;        // of the launch that is running
 inline std::map<void (*)(), size_t> most_dynamic_bytes;
 inline int capability = 9, multiprocessors = 4;
+inline int threads_of_last_launch = 0;  // of a block
+
+inline unsigned char* shared_start() {
+  const size_t bytes = (dynamic_bytes + 1023) / 1024 * 1024;  // for its alignment
+  return shared_memory + (shared_is_guarded ? SHARED_BYTES - bytes : 0);
+}
 
 inline unsigned char* dynamic_shared() {
   if (dynamic_bytes == 0) tell("a kernel uses dynamic shared memory that its launch does not give");
-  return shared_memory;
+  return shared_start();
 }
 
 /// Tell of an access beyond what the launch gave; where it is static memory nothing is known.
 inline void check_shared(const void* address, size_t bytes) {
-  const size_t offset = static_cast<const unsigned char*>(address) - shared_memory;
+  const size_t offset = static_cast<const unsigned char*>(address) - shared_start();
   if (offset < SHARED_BYTES && offset + bytes > dynamic_bytes)
     tell("an access beyond the dynamic shared memory of the launch");
 }
@@ -40,8 +50,10 @@ inline void fill_shared() {
 
 inline void check_rest_of_shared() {
   if (dynamic_bytes == 0) return;
-  const unsigned char* const rest = shared_memory + dynamic_bytes;  // each byte as the one before
-  if (rest[0] != 0xff || memcmp(rest, rest + 1, SHARED_BYTES - dynamic_bytes - 1) != 0)
+  const unsigned char* const rest = shared_start() + dynamic_bytes;
+  const size_t bytes = shared_memory + SHARED_BYTES - rest;
+  if (bytes == 0) return;
+  if (rest[0] != 0xff || memcmp(rest, rest + 1, bytes - 1) != 0)  // each as the one before
     tell("a write beyond the dynamic shared memory");
 }
 
@@ -60,6 +72,7 @@ cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     return cudaErrorInvalidValue;
   }
   dynamic_bytes = shared;
+  threads_of_last_launch = static_cast<int>(block.x);
   return launch(grid, block);
 }
 
@@ -147,6 +160,15 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 // The device that the runtime tells of: its compute capability's major number, its size.
 extern "C" inline __attribute__((used)) void emulation_capability(int major) {
   emulation::capability = major;
+}
+extern "C" inline __attribute__((used)) int emulation_threads_of_last_launch() {
+  return emulation::threads_of_last_launch;
+}
+// From now on an access behind a block's dynamic shared memory ends the process.
+extern "C" inline __attribute__((used)) int emulation_guard_shared() {
+  emulation::shared_is_guarded = true;
+  return mprotect(emulation::shared_memory + emulation::SHARED_BYTES, emulation::PAGE_BYTES,
+                  PROT_NONE);
 }
 extern "C" inline __attribute__((used)) void emulation_multiprocessors(int count) {
   emulation::multiprocessors = count;
