@@ -56,18 +56,20 @@ def _process(capability: int) -> ProcessPoolExecutor:
 
 
 def compile_for(
-    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
-) -> tuple[bytes, int]:
-    """A kernel for a GPU, and the bytes of shared memory that it takes."""
-    arguments = (kernel_name, p, queries, capability, tiling)
+    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling,
+    stage: str = "cubin",
+) -> tuple[Any, int]:  # fmt: skip
+    """A kernel for a GPU, as it is at one stage of compilation (bytes, or text before the last),
+    and the bytes of shared memory that it takes."""
+    arguments = (kernel_name, p, queries, capability, tiling, stage)
     if p.kv_dtype.itemsize > 1:
         return _compile(*arguments)
     return _process(capability).submit(_compile, *arguments).result()
 
 
 def _compile(
-    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling
-) -> tuple[bytes, int]:
+    kernel_name: str, p: Problem, queries: int, capability: int, tiling: tuning.Tiling, stage: str
+) -> tuple[Any, int]:
     kernel: Any = getattr(kernels, kernel_name)
     constants = {k: v for k, v in _constants(p, tiling, queries).items() if k in kernel.arg_names}
     name = _TYPES[p.dtype][0]
@@ -95,4 +97,4 @@ def _compile(
     )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared
+    return compiled.asm[stage], compiled.metadata.shared

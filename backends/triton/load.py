@@ -54,8 +54,8 @@ def load_chunks(
     """The packed keys at `k_token` as they lie, ``[chunk, token, X]``; none unless `mask`.
 
     Loaded to registers they come through the L1 cache, which two tokens' 16 bytes of one sector
-    share; pipelined copies to shared memory, which `key_part`'s become in prefill, pass it by. As
-    such copies chunks fill whole sectors all the same.
+    share; pipelined copies to shared memory, which `key_part`'s become in prefill, pass it by.
+    Copied to shared memory as chunks, they still fill whole sectors.
     """
     chunk = tl.arange(0, D_PAD // X)[:, None, None]
     k_ptrs = key_ptr + chunk * K_CHUNK + k_token[None, :, None] + tl.arange(0, X)[None, None, :]

@@ -116,9 +116,9 @@ def fold(
     loads are never masked by position: with MASKED the logical block is clamped to those that
     the rows see, and what lies outside is masked in registers; values too, as 0 × NaN is NaN.
     Without MASKED every row must see every key. `acc_high` is in use with WORDS: `acc` then has
-    the even dimensions of the values, and it the odd. With READ_ONCE no other program reads these
-    keys and values: the table's entries are checked on the way, and what was loaded is the first
-    that the caches give up.
+    the even dimensions of the values, and it the odd. With READ_ONCE no other program reads the
+    sequence's keys and values: the table's entries are checked on the way, and loads that Triton
+    does not pipeline ask the caches to give up first what they brought.
 
     With CHUNKS packed keys are loaded as they lie, then turned. With CHUNKS 2 and not MASKED they
     are `chunks`, in registers since a tile ago, and those of the next tile, whose blocks are `ids`,
@@ -222,8 +222,7 @@ def walk(
         token = start + tl.arange(0, TILE)
         ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
         k_token = ids.to(tl.int64) * K_BLOCK + kv_head * K_HEAD + token % BLOCK_SIZE * K_TOKEN
-        EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
-        chunks = load_chunks(key_ptr, k_token, some, K_CHUNK, X, D, D_PAD, EVICT)
+        chunks = load_chunks(key_ptr, k_token, some, K_CHUNK, X, D, D_PAD, "")
         token = tl.minimum(start + TILE, last_start) + tl.arange(0, TILE)
         ids = tl.load(table_row + token // BLOCK_SIZE, mask=some, other=0)
     if MASKED:

@@ -59,7 +59,7 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
 
     if takes_chunks(problem) and work > 8192:
         if num_rows == 16:
-            # twice the tokens of smaller heads are better for int8 alone
+            # more tokens of smaller heads are better for int8 alone
             tokens = tile(8192) if problem.kv_dtype == torch.int8 else 16
             return Tiling(tokens, 1, 2, 8.0, 1, False, 64, chunks=1)
         if num_rows == 32 and not (problem.window or problem.softcap or problem.alibi):  # it spills
@@ -71,6 +71,9 @@ def decode_tiling(problem: Problem, num_rows: int, work: int) -> Tiling:
                 return Tiling(tile(8192), 2, 2, 4.0, parts, False, 64)
             return Tiling(tile(16384), 4, 2, 2.0, parts, False, 64)
         parts = key_parts(problem, 256)
+        if problem.kv_dtype.itemsize == 1 and work > 65536 and hopper(problem.device):
+            # with so few values to a thread Triton 3.6 converts e5m2 by what sm_80 has not
+            return Tiling(tile(8192), 1, 2, 8.0, parts, False, 64)
         if problem.kv_dtype.itemsize == 1 and work > 8192:
             return Tiling(tile(16384), 2, 2, 4.0, parts, False, 64)
         if work > 65536:
@@ -117,8 +120,7 @@ def takes_chunks(problem: Problem) -> bool:
     """
     return (
         load.CHUNKS_AVAILABLE
-        # with so few values to a thread Triton 3.6 converts e5m2 by what sm_80 has not
-        and hopper(problem.device)
+        and hopper(problem.device)  # as in `decode_tiling`
         and problem.kv_layout == "packed"
         and problem.kv_dtype.itemsize == 1
         and problem.dtype != torch.float32
