@@ -30,12 +30,20 @@ def problems() -> Iterator[Problem]:
         yield replace(one, varlen_query=True, window=True)
         if layout != "HND":
             yield replace(one, kv_dtype=E4M3)
+            yield replace(one, kv_dtype=E4M3, varlen_query=True)
             yield replace(one, num_heads=6, num_kv_heads=1)
+            yield replace(one, batch_invariant=True, varlen_query=True)
+            # a head of no whole number of 128 dimensions, and of fewer than a lane takes
+            for group, head_dim, block_size in ((7, 80, 24), (5, 144, 16), (1, 16, 8)):
+                other = replace(one, num_heads=2 * group, num_kv_heads=2)
+                yield replace(other, head_dim=head_dim, block_size=block_size)
 
 
 def runners(which: str, problem: Problem) -> Iterator[Any]:
-    """What serves a problem: with each of the partitions or tilings that there are."""
+    """What serves a problem, if it does: as it comes, and as it serves longer or more sequences."""
     backend = registry.get(which.split("-")[0])
+    if backend.not_supported_reasons(problem):
+        return
     runner = backend.load(problem)
     if which == "triton":
         from pagedattn.backends.triton import tuning
@@ -53,7 +61,7 @@ def runners(which: str, problem: Problem) -> Iterator[Any]:
 
     assert isinstance(runner, CudaRunner)
     launch = runner.portable if which == "cuda-portable" else runner.tuned
-    for splits in (None, 1, 5):  # of a long sequence as of a short one
+    for splits in (None, 1, 1000):
 
         def run(call: Call, splits: int | None = splits) -> None:
             require_success(runner._library, launch(replace(call, num_splits=splits)))
