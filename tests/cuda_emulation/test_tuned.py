@@ -358,7 +358,7 @@ def test_lengths_whose_last_positions_no_int_holds(libraries: Libraries) -> None
     assert call.out[:, 0, 0].isnan().tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 144])
+@pytest.mark.parametrize("head_dim", [16, 64, 144])
 def test_nothing_is_read_or_written_outside(libraries: Libraries, head_dim: int) -> None:
     """Each tensor, and each block's shared memory, ends where memory ends."""
     problem = replace(BASE, head_dim=head_dim)

@@ -81,8 +81,15 @@ def test_eight_bit_caches_as_words(layout: KVLayout, kv: str) -> None:
     _judge(problem)
 
 
-@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (256, 144), (16, 1)])
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "block_size"),
+    [
+        ("float8_e4m3fn", 64, 16),
+        ("float8_e5m2", 80, 8),
+        ("int8", 256, 144),
+        ("int8", 16, 1),
+    ],
+)
 def test_packed_eight_bit_keys_as_they_lie(
     kv: str, head_dim: int, block_size: int, monkeypatch: Any
 ) -> None:
