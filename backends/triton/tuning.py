@@ -119,7 +119,7 @@ def takes_chunks(problem: Problem) -> bool:
     less at 32/8/128. Keys of 16 bits are left to `key_parts`: the best of 13 tilings took 3 % more.
     """
     return (
-        load.CHUNKS_AVAILABLE
+        load.CHUNKS_OF_LARGE_HEADS  # older ones were not tried
         and hopper(problem.device)  # as in `decode_tiling`
         and problem.kv_layout == "packed"
         and problem.kv_dtype.itemsize == 1
