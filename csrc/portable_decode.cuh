@@ -210,7 +210,11 @@ __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
 
   run_blocks blocks(p, own, start, stop, lane);
   load_queries(shared.query, p, span, work);
-  if (threadIdx.x == 0) shared.bad = 0, shared.gather = own, shared.stop = stop;
+  if (threadIdx.x == 0) {
+    // values are read from the first block where they are in none, so there must be a block
+    shared.bad = p.num_blocks == 0 && first < stop;
+    shared.gather = own, shared.stop = p.num_blocks == 0 ? first : stop;
+  }
   if (threadIdx.x < ROWS) {
     const query_row row(p, span, work.kv_head, work.row_tile * ROWS + threadIdx.x);
     const float k_scale = scale_of(p.k_scale_value, p.k_scale, p.k_scale_count, work.kv_head);
@@ -225,8 +229,8 @@ __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
   float acc[ROWS][Values::ACCUMULATORS] = {};
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) shared.state[r][threadIdx.x] = identity();
-  // There are two batches of each kind, so that one is under way while the other is used. A load
-  // that is not needed is masked, since a branch would keep the compiler from moving it up.
+  // There are two batches of keys, so that one is under way while the other is used. A load that
+  // is not needed is masked, since a branch would keep the compiler from moving it up.
   Keys key, key_after;
   key.load(p, key_places(p, gather, blocks, start, lane), 0, lane);
   // logical warps go on independently, but equally often: a hardware warp may hold two
@@ -245,7 +249,7 @@ __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
       key_after.add_products(dot, shared.query, step + 1, lane);
     }
 
-    Values value, value_after;
+    Values value;
     value.load(p, gather, blocks, start, 0, lane);  // the weights do not bear on where they are
     float weight[ROWS];
     sum_products(weight, dot, lane);
@@ -253,16 +257,9 @@ __global__ void PA_DECODE_BOUNDS decode_kernel(pagedattn_params p) {
     weigh(weight, acc, shared, token, gather.needs(token));
     key.load(p, key_places(p, gather, next, start + TILE, lane), 0, lane);
 #pragma unroll 1
-    for (int round = 0; round < Values::ROUNDS; round += Values::BATCHES) {
-      if constexpr (Values::BATCHES == 1) {
-        value.add(acc, weight, gather, start, round, lane);
-        value.load(p, gather, blocks, start, round + 1, lane);
-      } else {
-        value_after.load(p, gather, blocks, start, round + 1, lane);
-        value.add(acc, weight, gather, start, round, lane);
-        value.load(p, gather, blocks, start, round + 2, lane);
-        value_after.add(acc, weight, gather, start, round + 1, lane);
-      }
+    for (int round = 0; round < Values::ROUNDS; ++round) {
+      value.add(acc, weight, gather, start, round, lane);
+      value.load(p, gather, blocks, start, round + 1, lane);
     }
     blocks = next;
   }

@@ -10,8 +10,7 @@
 
 namespace pagedattn {
 
-constexpr int VALUE_LOADS = 4;    // of a batch of values_by_dim, which holds two
-constexpr int TOKEN_BATCHES = 1;  // that values_by_token holds, of twice as many loads
+constexpr int VALUE_LOADS = 8;  // of a batch of values_by_dim, as values_by_token's has at 256
 
 __host__ __device__ constexpr int power_of_two_below(int n) {
   int power = 1;
@@ -39,7 +38,6 @@ struct values_by_dim {
   static constexpr int TOKENS = power_of_two_below(  // of a lane, in a batch
       smaller(ceil_div(VALUE_LOADS, SLOTS_PER_LANE), LOGICAL_WARP / PARTS));
   static constexpr int ROUNDS = LOGICAL_WARP / (TOKENS * PARTS);
-  static constexpr int BATCHES = 2;
 
   stored_vector<KV_TYPE, WIDTH> value[TOKENS][SLOTS_PER_LANE];
 
@@ -52,35 +50,40 @@ struct values_by_dim {
     return part(lane) < PARTS ? slot(lane, a / WIDTH) * WIDTH + a % WIDTH : HEAD_DIM;
   }
 
+  /// Every lane loads, whatever its tokens are: from the first block where there is none, and from
+  /// another's place where it has none. A load with a condition nvcc has elsewhere first and copies
+  /// it, and a copy waits for the load.
   PA_DEVICE void load(const pagedattn_params& p, const paged_gather& gather,
                       const run_blocks& blocks, int start, int round, int lane) {
+    if (round >= ROUNDS) return;
     constexpr int EACH = smaller(TOKENS, RUN / PARTS);  // of the lane's tokens, in a run
-    const int64_t step = PARTS * p.value_token_stride;
 #pragma unroll
     for (int from = 0; from < TOKENS; from += EACH) {
       const int whole = (round * TOKENS + from) * PARTS;  // its run is all parts'
       const int32_t block = blocks.of(whole / RUN);
-      const int token = start + whole + part(lane);
-      const bool exists = block >= 0 && part(lane) < PARTS && round < ROUNDS;
-      int64_t base = gather.value_token(p, block, token);
-      base += slot(lane, 0) * WIDTH * p.value_dim_stride;
+      const int token = start + whole + smaller(part(lane), PARTS - 1);
+      const int64_t step = block >= 0 ? PARTS * p.value_token_stride : 0;
+      int64_t base = block >= 0 ? gather.value_token(p, block, token) : 0;
 #pragma unroll
-      for (int u = 0; u < EACH; ++u, base += step) {
-        const bool read = exists && gather.needs(token + u * PARTS);
+      for (int u = 0; u < EACH; ++u, base += step)
 #pragma unroll
-        for (int i = 0; i < SLOTS_PER_LANE; ++i) {
-          auto& v = value[from + u][i];
-          v.clear();  // 0 times what lies in memory may be NaN
-          if (read && slot(lane, i) < SLOTS)
-            v.load(p.value_cache, base + i * LOGICAL_WARP * WIDTH * p.value_dim_stride);
-        }
-      }
+        for (int i = 0; i < SLOTS_PER_LANE; ++i)
+          value[from + u][i].load(p.value_cache, base + smaller(slot(lane, i), SLOTS - 1) * WIDTH *
+                                                            p.value_dim_stride);
     }
   }
 
   template <int ROWS>
   PA_DEVICE void add(float (&acc)[ROWS][ACCUMULATORS], const float (&own)[ROWS],
-                     const paged_gather&, int, int round, int lane) const {
+                     const paged_gather& gather, int start, int round, int lane) {
+    const int token = start + round * TOKENS * PARTS + part(lane);
+    if (!gather.needs(token) || !gather.needs(token + (TOKENS - 1) * PARTS)) {
+#pragma unroll
+      for (int u = 0; u < TOKENS; ++u)
+#pragma unroll
+        for (int i = 0; i < SLOTS_PER_LANE; ++i)  // 0 times what lies there may be NaN
+          if (!gather.needs(token + u * PARTS)) value[u][i].clear();
+    }
 #pragma unroll
     for (int u = 0; u < TOKENS; ++u) {
       float weights[ROWS];
@@ -105,7 +108,6 @@ struct values_by_token {
   static constexpr int STEP = LOGICAL_WARP / PARTS;
   static constexpr int ACCUMULATORS = ceil_div(HEAD_DIM, STEP);
   static constexpr int ROUNDS = VECTORS / PARTS;
-  static constexpr int BATCHES = TOKEN_BATCHES;
 
   stored_vector<KV_TYPE, WIDTH> value[ACCUMULATORS];
 

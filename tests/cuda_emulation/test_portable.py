@@ -226,6 +226,16 @@ def test_bounds_that_grow_with_each_step_share_a_plan(libraries: Libraries) -> N
     assert len(call.plans) == 2
 
 
+@pytest.mark.parametrize("layout", ["packed", "NHD"])
+def test_no_blocks_at_all(judge: Judge, layout: KVLayout) -> None:
+    problem = replace(BASE, kv_layout=layout)
+    call = make_call(problem)
+    call.key_cache, call.value_cache = call.key_cache[:0], call.value_cache[:0]
+    assert call.value_cache.data_ptr() == 0
+    result = judge(problem, call)
+    assert result.out[:, 0, 0].isnan().tolist() == [n > 0 for n in call.seq_lens.tolist()]
+
+
 def test_no_sequences_and_no_tokens(judge: Judge) -> None:
     problem = replace(BASE, varlen_query=True)
     call = make_call(problem)
