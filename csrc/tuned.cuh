@@ -86,16 +86,16 @@ namespace {
 /// Have the current device allow what the kernel needs of shared memory; asked of each once.
 /// Unnamed, as the loader would give all libraries of a process one `allowed` otherwise, though
 /// each has a kernel of its own.
-template <kv_order ORDER>
+template <kv_order ORDER, int TILES>
 cudaError_t allow_shared() {
   static std::atomic<uint64_t> allowed{0};
   int device = 0;
   cudaError_t code = cudaGetDevice(&device);
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (code != cudaSuccess || (allowed.load() & bit)) return code;
-  code = cudaFuncSetAttribute(tuned_decode_kernel<ORDER>,
+  code = cudaFuncSetAttribute(tuned_decode_kernel<ORDER, TILES>,
                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              tuned_memory<ORDER>::BYTES);
+                              tuned_memory<ORDER>::template BYTES<TILES>);
   if (code == cudaSuccess) allowed |= bit;
   return code;
 }
@@ -109,10 +109,12 @@ cudaError_t launch_merge(const pagedattn_params& p, bool after, cudaStream_t str
                       stream, p);
 }
 
-template <kv_order ORDER>
+template <kv_order ORDER, int TILES>
 int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
-  constexpr int shared = tuned_memory<ORDER>::BYTES;
-  const int64_t tiles = (static_cast<int64_t>(p.max_query_len) * GROUP + TILE_ROWS - 1) / TILE_ROWS;
+  constexpr int shared = tuned_memory<ORDER>::template BYTES<TILES>;
+  constexpr int ROWS_OF_TILES = TILES * TILE_ROWS;
+  const int64_t most_rows = static_cast<int64_t>(p.max_query_len) * GROUP;
+  const int64_t tiles = (most_rows + ROWS_OF_TILES - 1) / ROWS_OF_TILES;
   const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
   const int64_t parts = tiles * p.num_splits;
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
@@ -120,22 +122,37 @@ int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
     return PAGEDATTN_REFUSED;
   cache_maps maps = {};
   if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
-  cudaError_t code = allow_shared<ORDER>();
+  cudaError_t code = allow_shared<ORDER, TILES>();
   if (code != cudaSuccess) return code;
   const int teams = TUNED_WARPS / p.team;
   const int64_t blocks = (pairs * parts + teams - 1) / teams;
   if (blocks > 0) {
-    code = launch_tuned(tuned_decode_kernel<ORDER>, blocks, TUNED_THREADS, shared, false, stream, p,
-                        maps, reads_once(p, tiles));
+    code = launch_tuned(tuned_decode_kernel<ORDER, TILES>, blocks, TUNED_THREADS, shared, false,
+                        stream, p, maps, reads_once(p, tiles));
     if (code != cudaSuccess) return code;
   }
-  if (!p.query_start_loc && p.num_splits == 1) return cudaSuccess;  // written already
+  if (p.num_splits == 1) {  // written already, but for rows that only the tokens' starts tell of
+    if (!p.query_start_loc) return cudaSuccess;
+    return launch_tuned(tuned_rest_kernel, p.num_tokens, REST_THREADS, 0, blocks > 0, stream, p);
+  }
   // a fixed partition is for results that do not depend on how many rows and partitions there are
   if (p.tokens_per_split > 0) return launch_merge<wide_merge>(p, blocks > 0, stream);
   if (p.num_splits <= light_merge::SLOTS * light_merge::AHEAD)
     return launch_merge<light_merge>(p, blocks > 0, stream);
   return rows > FEW_ROWS ? launch_merge<wide_merge>(p, blocks > 0, stream)
                          : launch_merge<narrow_merge>(p, blocks > 0, stream);
+}
+
+template <kv_order ORDER>
+int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+  // with a fixed partition the batch must not choose the kernel, so only the argument's presence
+  // does
+  const bool sharing = p.tokens_per_split > 0
+                           ? p.query_start_loc != nullptr
+                           : static_cast<int64_t>(p.max_query_len) * GROUP > TILE_ROWS;
+  if (!sharing) return run_tuned<ORDER, 1>(p, stream);
+  if (p.team != TUNED_WARPS) return PAGEDATTN_REFUSED;
+  return run_tuned<ORDER, SHARING_TILES>(p, stream);
 }
 
 /// 0, an error, or PAGEDATTN_REFUSED where the call's memory does not lie as these kernels need it.

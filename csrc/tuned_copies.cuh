@@ -27,8 +27,12 @@ struct cache_maps {
 struct head_cache {
   const unsigned char* base;
   int64_t block_bytes, token_bytes;  // from one to the next
-  const tensor_map* map;
-  int head;
+
+  PA_DEVICE head_cache(const pagedattn_params& p, int side, int head)
+      : base(static_cast<const unsigned char*>(side == 0 ? p.key_cache : p.value_cache) +
+             head * (side == 0 ? p.key_head_stride : p.value_head_stride) * KV_BYTES),
+        block_bytes((side == 0 ? p.key_block_stride : p.value_block_stride) * KV_BYTES),
+        token_bytes((side == 0 ? p.key_token_stride : p.value_token_stride) * KV_BYTES) {}
 
   PA_DEVICE const unsigned char* row(int32_t block, int token) const {
     return base + block * block_bytes + token % BLOCK_SIZE * token_bytes;
@@ -51,22 +55,13 @@ struct item_place {
 
   unsigned char* memory;
   item_barriers* barriers;
-  head_cache cache[2];  // keys, values
+  const cache_maps* maps;
   cache_policy policy;
-  int lane;
+  int kv_head, lane;
 
-  static PA_DEVICE item_place of(const pagedattn_params& p, const cache_maps& maps, bool read_once,
-                                 unsigned char* memory, item_barriers* barriers, int kv_head,
-                                 int lane) {
-    const auto cache = [&](const void* base, int64_t head, int64_t block, int64_t token, int side) {
-      return head_cache{static_cast<const unsigned char*>(base) + kv_head * head * KV_BYTES,
-                        block * KV_BYTES, token * KV_BYTES, &maps.of[side], kv_head};
-    };
-    item_place made = {
-        memory, barriers,
-        {cache(p.key_cache, p.key_head_stride, p.key_block_stride, p.key_token_stride, 0),
-         cache(p.value_cache, p.value_head_stride, p.value_block_stride, p.value_token_stride, 1)},
-        {}, lane};
+  static PA_DEVICE item_place of(const cache_maps& maps, bool read_once, unsigned char* memory,
+                                 item_barriers* barriers, int kv_head, int lane) {
+    item_place made = {memory, barriers, &maps, {}, kv_head, lane};
     if constexpr (BULK) made.policy = cache_policy_for(read_once);
     made.init();
     return made;
@@ -75,7 +70,7 @@ struct item_place {
   PA_DEVICE void init() {
     if constexpr (!BULK) return;
     if (lane == 0) {
-      if constexpr (ORDER == SWIZZLED) prefetch_map(*cache[0].map), prefetch_map(*cache[1].map);
+      if constexpr (ORDER == SWIZZLED) prefetch_map(maps->of[0]), prefetch_map(maps->of[1]);
       for (int side = 0; side < 2; ++side) init_barrier(&barriers->of[side], 1);
       fence_barrier_init();
     }
@@ -86,9 +81,10 @@ struct item_place {
   PA_DEVICE unsigned char* side_of(int side) const { return memory + side * shape::BYTES; }
 
   /// Start the copy of a side of the item whose first token and blocks these are. Every lane calls.
-  PA_DEVICE void start(int side, int token, const int32_t (&block)[PARTS]) const {
+  PA_DEVICE void start(const pagedattn_params& p, int side, int token,
+                       const int32_t (&block)[PARTS]) const {
     unsigned char* const target = side_of(side);
-    const head_cache& from = cache[side];
+    const head_cache from(p, side, kv_head);  // not kept: the registers are few
     if constexpr (BULK) {
       constexpr int PART_BYTES = PART * HEAD_DIM * KV_BYTES;
       if (lane != 0) return;
@@ -98,7 +94,7 @@ struct item_place {
       for (int part = 0; part < PARTS; ++part) {
         const int first = token + part * PART;
         if constexpr (ORDER == SWIZZLED)
-          tensor_copy(target + part * PART_BYTES, *from.map, first % BLOCK_SIZE, from.head,
+          tensor_copy(target + part * PART_BYTES, maps->of[side], first % BLOCK_SIZE, kv_head,
                       block[part], barrier, policy);
         else
           bulk_copy(target + part * PART_BYTES, from.row(block[part], first), PART_BYTES, barrier,

@@ -1,8 +1,9 @@
 // Phase 1 on the tensor cores: a warp walks its own items, with no barrier between warps until the
 // end, where the warps of a team (1 to all of a block's) merge what they have found.
 //
-// A team has one (sequence, KV head, tile of 8 query rows, partition). Where a sequence has one
-// partition the result is written here, and no merge follows.
+// A team has one (sequence, KV head, tile of 8 query rows, partition), or, of more rows than these,
+// three tiles, which share what is read. Where a sequence has one partition the result is written
+// here, and no merge follows.
 #pragma once
 
 #include "tuned_results.cuh"
@@ -48,8 +49,8 @@ struct item_walk {
     if (count > 32) blocks.read(blocks.later, lane + 32);
     if (count == 0) return;
     find(p, 0);
-    start(0, 0);
-    start(0, 1);
+    start(p, 0, 0);
+    start(p, 0, 1);
   }
 
   PA_DEVICE int first_key(int n) const { return (blocks.first + n * blocks.step) * ITEM; }
@@ -67,32 +68,42 @@ struct item_walk {
     }
   }
 
-  PA_DEVICE void start(int n, int side) { place.start(side, first_key(n), block); }
+  PA_DEVICE void start(const pagedattn_params& p, int n, int side) {
+    place.start(p, side, first_key(n), block);
+  }
 
-  /// Fold the n-th item into `mine`. `clear`: every row sees all of its keys.
-  PA_DEVICE void fold(warp_state& mine, const pagedattn_params& p, const column_scoring& scoring,
-                      const unsigned (&query)[STEPS][2], int n, bool clear) {
+  /// Fold the n-th item into `mine`. `clear`: every row sees all of its keys, and its scores are
+  /// the products times `scale`.
+  template <int TILES, class Rows>
+  PA_DEVICE void fold(warp_state<TILES>& mine, const pagedattn_params& p, const Rows& rows,
+                      float scale, int n, bool clear, bool plain) {
     const bool more = n + 1 < count;
-    float score[4];
+    float score[TILES][4];
     place.wait(n, 0);
-    shape::key_scores(score, place.side_of(0), query, lane);
+    shape::key_scores(score, place.side_of(0), rows, lane);
     __syncwarp();  // every lane has read the keys
-    if (more) find(p, n + 1), start(n + 1, 0);
+    if (more) find(p, n + 1), start(p, n + 1, 0);
     else place.start_nothing();
 
-    if (clear && scoring.plain()) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) score[i] *= scoring.row[0].scale * LOG2E;
-    } else {
+    for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        score[i] = scoring.row[i % 2](score[i],
-                                      first_key(n) + shape::token_of_row(lane / 4 + i / 2 * 8));
-    }
+      for (int i = 0; i < 4; ++i) {
+        float& one = score[tile][i];
+        if (clear && plain)
+          one *= scale * LOG2E;
+        else
+          one = rows.scoring_at(tile, i % 2)(
+              one, first_key(n) + shape::token_of_row(lane / 4 + i / 2 * 8));
+      }
     mine.weigh(score);
-    const unsigned weights[2] = {
-        transpose_matrix(pack_pair<QUERY_TYPE>(score[0], score[1])),
-        transpose_matrix(pack_pair<QUERY_TYPE>(score[2], score[3]))};
+    unsigned weights[TILES][2];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weights[tile][half] = transpose_matrix(
+            pack_pair<QUERY_TYPE>(score[tile][2 * half], score[tile][2 * half + 1]));
 
     unsigned keep[2] = {~0u, ~0u};
     place.wait(n, 1);
@@ -107,12 +118,12 @@ struct item_walk {
       shape::template add_values<true>(mine.acc, place.side_of(1), weights, keep, lane);
     }
     __syncwarp();
-    if (more) start(n + 1, 1);
+    if (more) start(p, n + 1, 1);
     else place.start_nothing();
   }
 };
 
-template <kv_order ORDER>
+template <kv_order ORDER, int TILES>
 __global__ void __launch_bounds__(TUNED_THREADS, 1)
     tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps,
                         bool read_once) {
@@ -121,7 +132,7 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   __shared__ attention_partial states[TUNED_WARPS][TILE_ROWS];
   launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = warp % p.team;
-  team_work work = team_work::of(p, warp);
+  team_work work = team_work::of<TILES>(p, warp);
   const bool exists = work.sequence < p.num_seqs;
   if (!exists) work.sequence = 0;  // it takes part in the block's barrier alone
 
@@ -130,35 +141,53 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   walk.ask(p, work, rank);
   sequence_span span = span_of(p, work.sequence);
   if (!exists) span.query_len = 0, span.end = 0;
-  walk.place = item_place<ORDER>::of(p, maps, read_once,
+  walk.place = item_place<ORDER>::of(maps, read_once,
                                      memory + warp * tuned_memory<ORDER>::WARP_BYTES,
                                      &barriers[warp], work.kv_head, lane);
   walk.begin(p, work, span);
 
-  // behind the first copies, as they would delay them
-  unsigned query[STEPS][2];
-  load_query_tile<item<ORDER>>(query, p, span, work, lane);
   const float scale = p.scale * scale_of(p.k_scale_value, p.k_scale, p.k_scale_count, work.kv_head);
-  const column_scoring scoring(p, span, work, scale, lane);
+  const bool plain = p.softcap == 0.0f && !p.alibi_slopes;
   // keys that every row sees
   const int clear_end = smaller(span.end, span.length - span.query_len + 1);
   const int clear_first = p.window > 0 ? max(span.length - p.window, 0) : 0;
-  warp_state mine;
-  for (int n = 0; n < walk.count; ++n) {
-    const int key = walk.first_key(n);
-    walk.fold(mine, p, scoring, query, n, key >= clear_first && key + ITEM <= clear_end);
+  warp_state<TILES> mine;
+  const auto fold_all = [&](const auto& rows) {
+    for (int n = 0; n < walk.count; ++n) {
+      const int key = walk.first_key(n);
+      walk.fold(mine, p, rows, scale, n, key >= clear_first && key + ITEM <= clear_end, plain);
+    }
+  };
+  // the rows behind the first copies, as they would delay them
+  if constexpr (TILES == 1) {
+    own_rows rows;
+    rows.load<item<ORDER>>(p, span, work, scale, lane);
+    fold_all(rows);
+  } else {
+    unsigned char* const behind = memory + tuned_memory<ORDER>::ITEMS_BYTES;
+    const shared_rows rows = {reinterpret_cast<block_rows*>(behind), lane};
+    rows.load<item<ORDER>>(p, span, work, scale);
+    fold_all(rows);
   }
 
-  leave<ORDER>(reinterpret_cast<float*>(walk.place.memory), states[warp], mine, walk.bad, lane);
-  if (p.team > 1) __syncthreads();
-  else __syncwarp();
-  if (span.elsewhere) return;
   const int leader = warp - rank;
   unsigned char* const left = memory + leader * tuned_memory<ORDER>::WARP_BYTES;
-  if (!p.query_start_loc && p.num_splits == 1)
-    write_result<ORDER>(p, span, work, left, &states[leader], rank, lane);
-  else
-    write_partition<ORDER>(p, span, work, left, &states[leader], rank, lane);
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    if (tile > 0) {
+      __syncthreads();  // the last one has been read
+      if (++work.row_tile * TILE_ROWS >= span.query_len * GROUP) return;
+    }
+    leave<ORDER>(reinterpret_cast<float*>(walk.place.memory), states[warp], mine, tile, walk.bad,
+                 lane);
+    if (p.team > 1) __syncthreads();
+    else __syncwarp();
+    if (span.elsewhere) return;
+    if (p.num_splits == 1)
+      write_result<ORDER>(p, span, work, left, &states[leader], rank, lane);
+    else
+      write_partition<ORDER>(p, span, work, left, &states[leader], rank, lane);
+  }
 }
 
 }  // namespace pagedattn

@@ -1,7 +1,7 @@
 // An item: 16 tokens of one KV head, as they lie in shared memory, and the two products with it.
 //
 // Both products are computed transposed, keys × rows and dimensions × rows, so that a tile of 8
-// query rows is the n = 8 of the tensor cores' m16n8k16. The packed layout's blocks serve as they
+// query rows is the n = 8 of the tensor cores' m16n8k16, and several tiles share what is read. The packed layout's blocks serve as they
 // lie in the cache. The rows of the other layouts must fall into different banks where one
 // instruction reads them: they are an odd number of 16 bytes apart, or their 16 bytes permuted by
 // sm_90's copies.
@@ -69,16 +69,25 @@ struct item {
   }
 
   /// scores = keys · queries, unscaled: column of a row of the tile, row of a token.
-  static PA_DEVICE void key_scores(float (&scores)[4], const unsigned char* keys,
-                                   const unsigned (&query)[STEPS][2], int lane) {
+  template <int TILES, class Queries>
+  static PA_DEVICE void key_scores(float (&scores)[TILES][4], const unsigned char* keys,
+                                   const Queries& queries, int lane) {
     const int token = token_of_row(lane % 16);
-    float sums[2][4] = {};  // two chains of products, for their latency
+    constexpr int CHAINS = TILES > 1 ? 1 : 2;  // of products, for their latency
+    float sums[CHAINS][TILES][4] = {};
+    const auto multiply = [&](const unsigned (&a)[4], int step) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint2 query = queries.of(tile, step);
+        multiply_add<QUERY_TYPE>(sums[step % CHAINS][tile], a, query.x, query.y);
+      }
+    };
     if constexpr (WIDE) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         unsigned a[4];
         load_matrices(a, key_chunk(keys, token, step * 2 + lane / 16));
-        multiply_add<QUERY_TYPE>(sums[step % 2], a, query[step][0], query[step][1]);
+        multiply(a, step);
       }
     } else {
 #pragma unroll
@@ -89,18 +98,22 @@ struct item {
         for (int i = 0; i < 2 && step + i < STEPS; ++i) {
           const unsigned a[4] = {low_pair(m[2 * i]), low_pair(m[2 * i + 1]), high_pair(m[2 * i]),
                                  high_pair(m[2 * i + 1])};
-          multiply_add<QUERY_TYPE>(sums[i], a, query[step + i][0], query[step + i][1]);
+          multiply(a, step + i);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] = sums[0][i] + sums[1][i];
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[tile][i] = CHAINS > 1 ? sums[0][tile][i] + sums[CHAINS - 1][tile][i]
+                                     : sums[0][tile][i];
   }
 
   /// acc += values · weights: `keep` has ones where the lane's tokens count; 0 · NaN would be NaN.
-  template <bool MASKED>
-  static PA_DEVICE void add_values(float (&acc)[STEPS][4], const unsigned char* values,
-                                   const unsigned (&weights)[2], const unsigned (&keep)[2],
+  template <bool MASKED, int TILES>
+  static PA_DEVICE void add_values(float (&acc)[TILES][STEPS][4], const unsigned char* values,
+                                   const unsigned (&weights)[TILES][2], const unsigned (&keep)[2],
                                    int lane) {
     if constexpr (WIDE) {
 #pragma unroll
@@ -108,11 +121,18 @@ struct item {
         unsigned a[4];
         wide_values(a, values, step, lane);
         masked<MASKED>(a, keep);
-        multiply_add<QUERY_TYPE>(acc[step], a, weights[0], weights[1]);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+          multiply_add<QUERY_TYPE>(acc[tile][step], a, weights[tile][0], weights[tile][1]);
       }
     } else {
       const bool turned = SWAPPED && lane % 4 >= 2;  // as token_of_row turns them
-      const unsigned met[2] = {turned ? weights[1] : weights[0], turned ? weights[0] : weights[1]};
+      unsigned met[TILES][2];
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        met[tile][0] = turned ? weights[tile][1] : weights[tile][0];
+        met[tile][1] = turned ? weights[tile][0] : weights[tile][1];
+      }
       const unsigned kept[2] = {turned ? keep[1] : keep[0], turned ? keep[0] : keep[1]};
 #pragma unroll
       for (int step = 0; step < STEPS; step += 2) {
@@ -146,9 +166,10 @@ struct item {
     }
   }
 
-  template <bool MASKED>
-  static PA_DEVICE void multiply_narrow(float (&acc)[STEPS][4], const unsigned (&m)[4], int step,
-                                        const unsigned (&weights)[2], const unsigned (&keep)[2]) {
+  template <bool MASKED, int TILES>
+  static PA_DEVICE void multiply_narrow(float (&acc)[TILES][STEPS][4], const unsigned (&m)[4],
+                                        int step, const unsigned (&weights)[TILES][2],
+                                        const unsigned (&keep)[2]) {
 #pragma unroll
     for (int i = 0; i < 2 && step + i < STEPS; ++i) {
       unsigned a[4];
@@ -161,7 +182,9 @@ struct item {
         a[2] = high_pair(m[2 * i]), a[3] = high_pair(m[2 * i + 1]);
       }
       masked<MASKED>(a, keep);
-      multiply_add<QUERY_TYPE>(acc[step + i], a, weights[0], weights[1]);
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile)
+        multiply_add<QUERY_TYPE>(acc[tile][step + i], a, weights[tile][0], weights[tile][1]);
     }
   }
 

@@ -124,4 +124,24 @@ __global__ void __launch_bounds__(Shape::THREADS, 2) tuned_merge_kernel(pagedatt
   store_four(p, row, dim, sum, factor);
 }
 
+/// In place of a merge where phase 1 wrote the results itself, a block per query token: the rows
+/// that it does not know of. Those are tokens of no sequence, whose results are zeros, and of
+/// sequences that have more than the call allows.
+constexpr int REST_THREADS = 128;
+__global__ void __launch_bounds__(REST_THREADS) tuned_rest_kernel(pagedattn_params p) {
+  constexpr int PIECES = HEAD_DIM / 4;  // of a row
+  const int token = blockIdx.x;
+  const int sequence = sequence_of(p, token);
+  const bool refused = sequence >= 0 && span_of(p, sequence).refused;
+  if (sequence < 0 || refused)
+    for (int i = threadIdx.x; i < p.num_heads * PIECES; i += REST_THREADS) {
+      const query_row row(token, i / PIECES, 0);
+      const float nothing[4] = {};
+      const float factor = finish_row(p, row, row.head / GROUP, refused ? poison() : identity(),
+                                      i % PIECES == 0);
+      store_four(p, row, i % PIECES * 4, nothing, factor);
+    }
+  wait_for_primary();  // the launch must not seem over before phase 1 is
+}
+
 }  // namespace pagedattn

@@ -17,26 +17,31 @@ struct tuned_memory {
   static constexpr int ITEM_BYTES = item_place<ORDER>::BYTES;
   static constexpr int MOST_BYTES = ITEM_BYTES > LEFT_BYTES ? ITEM_BYTES : LEFT_BYTES;
   static constexpr int WARP_BYTES = ceil_div(MOST_BYTES, 1024) * 1024;  // for swizzled copies
-  static constexpr int BYTES = TUNED_WARPS * WARP_BYTES;
+  static constexpr int ITEMS_BYTES = TUNED_WARPS * WARP_BYTES;
+  template <int TILES>
+  static constexpr int BYTES = ITEMS_BYTES + (TILES > 1 ? sizeof(block_rows) : 0);
 };
 
-template <kv_order ORDER>
-PA_DEVICE void leave(float* left, attention_partial* states, warp_state& mine, bool bad, int lane) {
+/// One tile of a warp's state.
+template <kv_order ORDER, int TILES>
+PA_DEVICE void leave(float* left, attention_partial* states, warp_state<TILES>& mine, int tile,
+                     bool bad, int lane) {
+  float(&sum)[2] = mine.sum[tile];
 #pragma unroll
   for (int c = 0; c < 2; ++c)
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2)
-      mine.sum[c] += __shfl_xor_sync(PA_ALL_LANES, mine.sum[c], offset);
+      sum[c] += __shfl_xor_sync(PA_ALL_LANES, sum[c], offset);
   if (lane < 4)
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-      states[lane * 2 + c] = bad ? poison() : attention_partial{mine.top[c], mine.sum[c]};
+      states[lane * 2 + c] = bad ? poison() : attention_partial{mine.top[tile][c], sum[c]};
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       left[(lane % 4 * 2 + i % 2) * LEFT_STRIDE +
-           item<ORDER>::dim_of_row(step, lane / 4 + i / 2 * 8)] = mine.acc[step][i];
+           item<ORDER>::dim_of_row(step, lane / 4 + i / 2 * 8)] = mine.acc[tile][step][i];
 }
 
 PA_DEVICE void add_scaled(float (&sum)[4], float factor, float4 v) {
@@ -113,7 +118,7 @@ PA_DEVICE void write_result(const pagedattn_params& p, const sequence_span& span
                             const attention_partial (*states)[TILE_ROWS], int rank, int lane) {
 #pragma unroll 2
   for (int tile_row = rank; tile_row < TILE_ROWS; tile_row += p.team) {
-    const query_row row(p, span, work.kv_head, work.row_tile * TILE_ROWS + tile_row);
+    const query_row row = work.row(p, span, tile_row);
     if (row.token < 0) break;  // nor are there any behind it
     const team_row merged(states, tile_row, p.team);
     float value[TURNS][4] = {};
@@ -149,13 +154,13 @@ PA_DEVICE void write_partition(const pagedattn_params& p, const sequence_span& s
   const partial_store store(p);
   const int shift = workspace_shift(p, span, work.sequence);
   for (int from = rank; from < TILE_ROWS * TURNS; from += p.team * EACH) {
-    const query_row next(p, span, work.kv_head, work.row_tile * TILE_ROWS + from / TURNS);
+    const query_row next = work.row(p, span, from / TURNS);
     if (next.token < 0) break;  // nor are there any behind it
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int index = from + i * p.team, turn = index % TURNS;
       const int tile_row = smaller(index / TURNS, TILE_ROWS - 1);
-      const query_row row(p, span, work.kv_head, work.row_tile * TILE_ROWS + tile_row);
+      const query_row row = work.row(p, span, tile_row);
       const bool exists = index < TILE_ROWS * TURNS && row.token >= 0;
       const int dim = turn * 128 + lane * 4;
       const team_row merged(states, tile_row, p.team);

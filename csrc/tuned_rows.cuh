@@ -15,94 +15,164 @@ namespace pagedattn {
 constexpr int TUNED_WARPS = PAGEDATTN_TUNED_WARPS;
 constexpr int TUNED_THREADS = TUNED_WARPS * 32;
 
-/// Which part of the work is this warp's, by its team's index: KV head fastest, then tile of rows,
-/// partition, sequence.
-struct team_work {
-  int kv_head, row_tile, split, sequence;
+// Tiles of query rows that a warp of the second form serves with one read of the keys and values:
+// as many as its registers hold the weighted values of, at heads of 256.
+constexpr int SHARING_TILES = 3;
 
+/// Which part of the work is this warp's, by its team's index: KV head fastest, then TILES tiles of
+/// rows, partition, sequence.
+struct team_work {
+  int kv_head, row_tile, split, sequence;  // row_tile: the first of them
+
+  template <int TILES>
   static PA_DEVICE team_work of(const pagedattn_params& p, int warp) {
     // unsigned: half the instructions of a division
-    const unsigned tiles = ceil_div(p.max_query_len * GROUP, TILE_ROWS);
+    const unsigned tiles = ceil_div(p.max_query_len * GROUP, TILES * TILE_ROWS);
     const unsigned heads = p.num_kv_heads, splits = p.num_splits, team = p.team;
     unsigned index = blockIdx.x * (TUNED_WARPS / team) + warp / team;
     team_work w;
     w.kv_head = index % heads, index /= heads;
-    w.row_tile = index % tiles, index /= tiles;
+    w.row_tile = index % tiles * TILES, index /= tiles;
     w.split = index % splits;
     w.sequence = index / splits;
     return w;
   }
-};
 
-/// The two columns of the scores that a lane holds: a row of the tile each.
-struct column_scoring {
-  row_scoring row[2];
-  bool is_plain;
-
-  PA_DEVICE column_scoring(const pagedattn_params& p, const sequence_span& span,
-                           const team_work& work, float scale, int lane) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const query_row at(p, span, work.kv_head, work.row_tile * TILE_ROWS + lane % 4 * 2 + c);
-      row[c] = scoring_of(p, at, scale);
-    }
-    is_plain = p.softcap == 0.0f && !p.alibi_slopes;
-  }
-
-  /// Whether a score is the scaled product and no more.
-  PA_DEVICE bool plain() const { return is_plain; }
-};
-
-/// A warp's running state: of its two rows, the maxima, the lane's part of the sums, and its part
-/// of the weighted values.
-struct warp_state {
-  float top[2] = {minus_infinity(), minus_infinity()};
-  float sum[2] = {};
-  float acc[STEPS][4] = {};
-
-  /// Make `score` weights and count them; what there was is rescaled only if a maximum rose.
-  PA_DEVICE void weigh(float (&score)[4]) {
-    float next[2] = {fmaxf(score[0], score[2]), fmaxf(score[1], score[3])};
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2)
-        next[c] = fmaxf(next[c], __shfl_xor_sync(PA_ALL_LANES, next[c], offset));
-      next[c] = fmaxf(next[c], top[c]);
-    }
-    if (__any_sync(PA_ALL_LANES, next[0] > top[0] || next[1] > top[1])) {
-      const float factor[2] = {weight_of(top[0], next[0]), weight_of(top[1], next[1])};
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[step][i] *= factor[i % 2];
-      sum[0] *= factor[0], sum[1] *= factor[1];
-      top[0] = next[0], top[1] = next[1];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float reference = top[i % 2] == minus_infinity() ? 0.0f : top[i % 2];
-      score[i] = exp2_fast(score[i] - reference);
-      sum[i % 2] += score[i];
-    }
+  PA_DEVICE query_row row(const pagedattn_params& p, const sequence_span& span, int row) const {
+    return query_row(p, span, kv_head, row_tile * TILE_ROWS + row);
   }
 };
 
-/// The lane's part of the tile's queries, as the products with the keys take them.
+/// A lane's part of a row's query in one product, as the products with the keys take it.
 template <class Shape>
-PA_DEVICE void load_query_tile(unsigned (&query)[STEPS][2], const pagedattn_params& p,
-                               const sequence_span& span, const team_work& work, int lane) {
-  const query_row row(p, span, work.kv_head, work.row_tile * TILE_ROWS + lane / 4);
+PA_DEVICE uint2 load_query(const pagedattn_params& p, const query_row& row, int step, int lane) {
+  uint2 query = {0u, 0u};
+  if (row.token < 0) return query;
   const unsigned short* elements = static_cast<const unsigned short*>(p.query) +
                                    row.token * p.query_token_stride +
                                    row.head * p.query_head_stride;
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      query[step][half] = row.token < 0 ? 0u
-                                        : *reinterpret_cast<const unsigned*>(
-                                              elements + Shape::query_dim(step, half, lane));
+  query.x = *reinterpret_cast<const unsigned*>(elements + Shape::query_dim(step, 0, lane));
+  query.y = *reinterpret_cast<const unsigned*>(elements + Shape::query_dim(step, 1, lane));
+  return query;
 }
+
+/// One tile's rows, in registers: the lane's part of the queries, and how the two columns of the
+/// scores that it holds are scored.
+struct own_rows {
+  uint2 query[STEPS];
+  row_scoring scoring[2];
+
+  template <class Shape>
+  PA_DEVICE void load(const pagedattn_params& p, const sequence_span& span, const team_work& work,
+                      float scale, int lane) {
+    const query_row row = work.row(p, span, lane / 4);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) query[step] = load_query<Shape>(p, row, step, lane);
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      scoring[c] = scoring_of(p, work.row(p, span, lane % 4 * 2 + c), scale);
+  }
+  PA_DEVICE uint2 of(int, int step) const { return query[step]; }
+  PA_DEVICE const row_scoring& scoring_at(int, int column) const { return scoring[column]; }
+};
+
+/// The same of several tiles, in shared memory: all of a block's warps have the same rows.
+struct block_rows {
+  uint2 query[SHARING_TILES][STEPS][32];
+  row_scoring scoring[SHARING_TILES * TILE_ROWS];
+};
+
+/// A lane's view of them.
+struct shared_rows {
+  block_rows* rows;
+  int lane;
+
+  /// The block's threads fill them together.
+  template <class Shape>
+  PA_DEVICE void load(const pagedattn_params& p, const sequence_span& span, const team_work& work,
+                      float scale) const {
+    constexpr int COUNT = SHARING_TILES * STEPS, EACH = ceil_div(COUNT, TUNED_WARPS);
+    const int warp = threadIdx.x / 32, thread = threadIdx.x;
+    uint2 query[EACH];  // all of them are asked for before one is needed
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = smaller(warp + k * TUNED_WARPS, COUNT - 1);
+      const query_row row = work.row(p, span, i / STEPS * TILE_ROWS + lane / 4);
+      query[k] = load_query<Shape>(p, row, i % STEPS, lane);
+    }
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = smaller(warp + k * TUNED_WARPS, COUNT - 1);
+      rows->query[i / STEPS][i % STEPS][lane] = query[k];
+    }
+    if (thread < SHARING_TILES * TILE_ROWS)
+      rows->scoring[thread] = scoring_of(p, work.row(p, span, thread), scale);
+    __syncthreads();
+  }
+  PA_DEVICE uint2 of(int tile, int step) const { return rows->query[tile][step][lane]; }
+  PA_DEVICE const row_scoring& scoring_at(int tile, int column) const {
+    return rows->scoring[tile * TILE_ROWS + lane % 4 * 2 + column];
+  }
+};
+
+/// A warp's running state: of its two rows of each tile, the maxima, the lane's part of the sums,
+/// and its part of the weighted values.
+template <int TILES>
+struct warp_state {
+  float top[TILES][2], sum[TILES][2] = {};
+  float acc[TILES][STEPS][4] = {};
+
+  PA_DEVICE warp_state() {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) top[tile][0] = top[tile][1] = minus_infinity();
+  }
+
+  /// Make `score` weights and count them; what there was is rescaled only if a maximum rose. The
+  /// tiles go side by side, as each is a chain of exchanges.
+  PA_DEVICE void weigh(float (&score)[TILES][4]) {
+    float next[TILES][2];
+    bool rose = false;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i)
+      next[i / 2][i % 2] = fmaxf(score[i / 2][i % 2], score[i / 2][2 + i % 2]);
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2)
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; ++i) {
+        float& most = next[i / 2][i % 2];
+        most = fmaxf(most, __shfl_xor_sync(PA_ALL_LANES, most, offset));
+      }
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+      const float last = top[i / 2][i % 2];
+      next[i / 2][i % 2] = fmaxf(next[i / 2][i % 2], last);
+      rose = rose || next[i / 2][i % 2] > last;
+    }
+    if (__any_sync(PA_ALL_LANES, rose)) rescale(next);
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float most = top[tile][i % 2];
+        score[tile][i] = exp2_fast(score[tile][i] - (most == minus_infinity() ? 0.0f : most));
+        sum[tile][i % 2] += score[tile][i];
+      }
+  }
+
+ private:
+  PA_DEVICE void rescale(const float (&next)[TILES][2]) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const float factor[2] = {weight_of(top[tile][0], next[tile][0]),
+                               weight_of(top[tile][1], next[tile][1])};
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[tile][step][i] *= factor[i % 2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sum[tile][c] *= factor[c], top[tile][c] = next[tile][c];
+    }
+  }
+};
 
 }  // namespace pagedattn

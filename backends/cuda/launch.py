@@ -122,7 +122,7 @@ class CudaRunner:
 
 def _workspace_size(call: Call, part: Partition) -> int:
     """Elements that the partitions leave for the merge; 0 where there is no merge."""
-    if part.team and part.splits == 1 and call.query_start_loc is None:
+    if part.team and part.splits == 1:
         return 0  # the tuned kernel writes the result itself
     num_tokens, num_heads, head_dim = call.query.shape
     if call.query_part == "short":  # the rows of the others need none

@@ -25,6 +25,7 @@ _PORTABLE_ROWS = 8  # of a block
 # the tuned kernel, as in csrc/tuned_item.cuh
 ITEM = 16  # tokens that a warp takes at a time
 TILE_ROWS = 8  # query rows of a team
+SHARING_ROWS = 24  # of a block that walks several tiles of them, which share what is read
 #: bytes in flight that saturate a multiprocessor's share of an H200's memory, measured: with more,
 #: one long sequence takes longer, as more has to drain in the end
 _BYTES_IN_FLIGHT = 65536
@@ -84,17 +85,22 @@ def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Par
     items = -(-tokens // ITEM)
     if call.num_splits is not None:
         return Partition(max(1, min(call.num_splits, -(-items // warps))), 0, warps)
-    tiles = max(1, -(-problem.group * call.max_query_len // TILE_ROWS))
+    rows = problem.group * call.max_query_len
+    sharing = rows > TILE_ROWS
+    tiles = max(1, -(-rows // (SHARING_ROWS if sharing else TILE_ROWS)))
     units = max(1, call.seq_lens.shape[0] * problem.num_kv_heads * tiles)
     item_bytes = 2 * ITEM * problem.head_dim * problem.kv_dtype.itemsize
     # of a multiprocessor; more than four of small heads' need not fit
     blocks = min(max(1, _BYTES_IN_FLIGHT // (item_bytes * warps)), 4)
+    if sharing:  # an item takes longer, and no more fit with the registers of three tiles
+        blocks = 2
     if units >= blocks * multiprocessors:  # none is split, and a second block fills the gaps
         blocks = max(2, blocks)
     workers = max(1, min(items, blocks * multiprocessors * warps // units))
     if items <= _ALONE * warps:
         workers = min(workers, warps)
-    if workers >= warps:
+    if workers >= warps or sharing:  # whose blocks are one team
+        workers = max(workers, warps)
         return Partition(workers // warps, 0, warps)
     team = 1 << (workers.bit_length() - 1)
     return Partition(1, 0, team)

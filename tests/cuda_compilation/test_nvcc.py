@@ -29,6 +29,9 @@ FIGURES = Path(__file__).with_name("portable.json")
 TUNED_FIGURES = Path(__file__).with_name("tuned.json")
 SHARED_LIMIT = 32768  # bytes that every device is known to have
 REGISTER_LIMIT = 255  # of a thread; 128 threads then fit twice into 64K registers
+#: bytes on the stack, stored and loaded, of the tuned kernel whose rows share what they read, at
+#: heads of 256: some addresses, and nothing of the 192 sums
+SHARING_STACK = 512
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CLASSES = {
     "fp16-fp16-d256-g6-b16": Problem("cuda", HALF, HALF, 6, 1, 256, 16),
@@ -56,7 +59,7 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _DECODE = re.compile(r"decode_kernelILi(\d+)ELi(\d+)ENS_\d+values_(by_\w+?)ILi(\d+)E")
-_TUNED = re.compile(r"tuned_decode_kernelILNS_\d+kv_orderE(\d)E")
+_TUNED = re.compile(r"tuned_decode_kernelILNS_\d+kv_orderE(\d)ELi(\d)E")
 _MERGE = re.compile(r"merge_shapeILi(\d+)ELi(\d+)E")
 _ORDERS = ("packed", "rows", "swizzled")
 _WRITE = re.compile(r"cache_write_kernelILi(\d+)E")
@@ -106,7 +109,9 @@ def _short(symbol: str) -> str:
         order, shape = _TUNED.search(symbol), _MERGE.search(symbol)
         if shape is not None:
             return f"tuned merge dims={shape[1]} warps={shape[2]}"
-        return f"tuned decode {_ORDERS[int(order[1])]}" if order else symbol
+        if order is None:
+            return "tuned rest" if "rest_kernel" in symbol else symbol
+        return f"tuned decode {_ORDERS[int(order[1])]}" + (" sharing" if int(order[2]) > 1 else "")
     match = _DECODE.search(symbol)
     if match is None:
         write = _WRITE.search(symbol)
@@ -151,9 +156,11 @@ def _hold_to_record(found: Figures, recorded: dict[str, Any], name: str, arch: s
 def test_tuned_kernels_keep_all_in_registers(name: str, arch: str) -> None:
     found = compile_tuned(name, arch)
     assert [kernel.startswith("tuned merge dims=") for kernel in found].count(True) == 3
-    assert len(found) == 5
+    assert [kernel.endswith(" sharing") for kernel in found].count(True) == 2
+    assert len(found) == 8
     for kernel, figures in found.items():
-        assert figures["stack"] == 0, f"{kernel} spills"
+        crowded = kernel.endswith(" sharing") and TUNED_CLASSES[name].head_dim == 256
+        assert figures["stack"] <= (SHARING_STACK if crowded else 0), f"{kernel} spills"
     _hold_to_record(found, json.loads(TUNED_FIGURES.read_text()), name, arch)
 
 

@@ -204,12 +204,13 @@ def test_a_length_beyond_the_hosts_bound_with_a_whole_table(judge: Judge) -> Non
     assert bool(judge(BASE, call).out[4].isnan().all())
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
-    judge: Judge, libraries: Libraries, most: int
+    judge: Judge, libraries: Libraries, most: int, splits: int
 ) -> None:
     problem = replace(BASE, varlen_query=True)
-    call = replace(make_call(problem), num_splits=2)
+    call = replace(make_call(problem), num_splits=splits)
     right = judge(problem, call)
     wrong = replace(call, max_query_len=most, lse=torch.empty(call.query.shape[:2]))
     _run(libraries, problem, wrong)
@@ -221,7 +222,10 @@ def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
             assert wrong.lse is not None
             assert bool(wrong.lse[rows].isnan().all())
         else:
-            assert torch.equal(wrong.out[rows].nan_to_num(6e4), right.out[rows].nan_to_num(6e4))
+            # with few rows another form of the kernel serves the call
+            torch.testing.assert_close(
+                wrong.out[rows], right.out[rows], rtol=0, atol=2e-3, equal_nan=True
+            )
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too many"])

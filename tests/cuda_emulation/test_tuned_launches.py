@@ -9,6 +9,7 @@ import torch
 from _emulated_calls import long_call
 from _emulation import TUNED_ALONE, Libraries, tuned
 
+from pagedattn.backends.cuda import partition
 from pagedattn.backends.cuda.launch import CudaRunner
 from pagedattn.backends.protocol import Call, KVLayout, Problem
 from pagedattn.hard_problems import make_call
@@ -85,6 +86,10 @@ def test_what_leaves_the_cache_first(
     assert _copies(libraries, problem, call) == (keeps, not keeps)
 
 
-def test_what_several_tiles_of_rows_read_stays(libraries: Libraries) -> None:
+@pytest.mark.parametrize("queries", [8, 9])
+def test_what_is_read_again_stays(libraries: Libraries, queries: int) -> None:
+    """24 rows share what is read; what more rows read is read for them again."""
     problem = replace(BASE, varlen_query=True)
-    assert _copies(libraries, problem, make_call(problem)) == (True, False)
+    call = replace(make_call(problem), max_query_len=queries)
+    again = queries * BASE.group > partition.SHARING_ROWS
+    assert _copies(libraries, problem, call) == (again, not again)
