@@ -207,7 +207,7 @@ class StepsBack(Protocol):
     """What a backend offers, beside the members of `Backend`, that serves some problems less well
     than those behind it in the automatic chain do; optional."""
 
-    def step_back_reason(self, problem: Problem) -> str | None:
+    def step_back_reason(self, problem: Problem, facts: Facts) -> str | None:
         """Why the others are to be tried first, all but the last of the chain; None: they are
         not."""
         ...

@@ -180,16 +180,16 @@ def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
 def automatic_order(problem: Problem, facts: Facts) -> tuple[str, ...]:
     """The policy's order, but for those that step back for `problem`: they come last but one."""
     *names, floor = policy.order(facts.vendor, problem.device_type)
-    behind = [name for name in names if _steps_back(name, problem)]
+    behind = [name for name in names if _steps_back(name, problem, facts)]
     return (*(name for name in names if name not in behind), *behind, floor)
 
 
-def _steps_back(name: str, problem: Problem) -> bool:
+def _steps_back(name: str, problem: Problem, facts: Facts) -> bool:
     try:
         backend = registry.get(name)
     except BackendUnavailable:  # told when its turn comes
         return False
-    return isinstance(backend, StepsBack) and backend.step_back_reason(problem) is not None
+    return isinstance(backend, StepsBack) and backend.step_back_reason(problem, facts) is not None
 
 
 def _compose(

@@ -205,15 +205,17 @@ def test_what_it_cannot_do(changes: dict[str, object], told: str) -> None:
     ],
 )
 def test_on_nvidia_it_steps_back_where_triton_serves_better(
-    tmp_path: Path, changes: dict[str, object], told: str | None
+    tmp_path: Path,
+    changes: dict[str, object],
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = {"dtype": torch.float16, "kv_dtype": torch.float16, "kv_layout": "packed"}
     problem = small_problem(**{"device": "cuda:0", "head_dim": 64, **half, **changes})
     facts = probe(nvidia().sources(tmp_path))
-    backend = registry.get("cuda")
-    backend.not_present_reasons(facts)
-    assert isinstance(backend, CudaBackend)
-    reason = backend.step_back_reason(problem)
+    backend = CudaBackend()  # of a process that has asked it nothing yet
+    monkeypatch.setitem(registry._instances, "cuda", backend)
+    reason = backend.step_back_reason(problem, facts)
     assert (reason is None) == (told is None)
     assert told is None or told in str(reason)
     order = chain.automatic_order(problem, facts)
@@ -221,8 +223,6 @@ def test_on_nvidia_it_steps_back_where_triton_serves_better(
 
 
 def test_on_corex_it_never_steps_back(facts: Facts) -> None:
-    backend = registry.get("cuda")
-    backend.not_present_reasons(facts)
     problem = small_problem(device="cuda:0", varlen_query=True)
     assert chain.automatic_order(problem, facts) == ("cuda", "triton", "torch")
 

@@ -66,11 +66,10 @@ class CudaBackend:
             reasons.append("it is made for decode: it takes a few query tokens at a time")
         return reasons
 
-    def step_back_reason(self, problem: Problem) -> str | None:
+    def step_back_reason(self, problem: Problem, facts: Facts) -> str | None:
         """On NVIDIA's devices Triton serves better what the tuned kernel does not, or reads keys
         and values for more than once. On CoreX nothing but torch would."""
-        facts = self._facts
-        if facts is None or facts.vendor != "nvidia":
+        if facts.vendor != "nvidia":
             return None
         arch = toolchains.arch_of(facts, device_of(facts, problem.device))
         if arch is None or not toolchains.tuned_for(arch):
