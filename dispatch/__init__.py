@@ -25,7 +25,7 @@ from pagedattn.backends.errors import (
 )
 from pagedattn.binding import bind
 from pagedattn.binding import bind_at_import as _bind_at_import
-from pagedattn.chain import Binding, Candidate
+from pagedattn.record import Binding, Candidate
 from pagedattn.registry import register_backend
 from pagedattn.report import capability_report
 from pagedattn.request import use_backend

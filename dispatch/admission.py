@@ -18,6 +18,7 @@ from pagedattn import arguments, chain, contents, given, request, shortcut
 from pagedattn.backends.layouts import CacheShape
 from pagedattn.backends.protocol import Call
 from pagedattn.given import Arguments, Reach
+from pagedattn.record import Binding
 from pagedattn.settings import reader, switch
 
 _read_backend = reader("PAGEDATTN_BACKEND")
@@ -27,7 +28,7 @@ _read_check = reader("PAGEDATTN_CHECK")
 class Admitted(NamedTuple):
     """What is remembered of arguments that passed."""
 
-    binding: chain.Binding
+    binding: Binding
     scale: float
     num_tokens: int
     capacity: int  # tokens that a row of block_tables can hold

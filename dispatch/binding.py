@@ -19,6 +19,7 @@ from pagedattn.arguments import (
 )
 from pagedattn.backends.errors import PagedAttnError
 from pagedattn.backends.protocol import KV_SCALES, KVLayout, Problem
+from pagedattn.record import Binding
 from pagedattn.settings import nearest
 
 
@@ -34,7 +35,7 @@ def bind(
     kv_layout: KVLayout = "packed",
     backend: str | Sequence[str] | None = None,
     **features: Any,
-) -> chain.Binding:
+) -> Binding:
     """Choose, load, compile and verify now what the first call of a class would, and the first
     write into its caches.
 

@@ -15,8 +15,8 @@ from pagedattn.api import paged_attention
 from pagedattn.backends.layouts import from_hnd
 from pagedattn.backends.protocol import Call, KVLayout, Problem
 from pagedattn.binding import bind
-from pagedattn.chain import Binding
 from pagedattn.console import Steps, make_console, print_field, print_text
+from pagedattn.record import Binding
 from pagedattn.verify import TOLERANCE, errors, oracle
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 24, 4, 256, 16

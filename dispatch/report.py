@@ -15,6 +15,7 @@ from pagedattn import chain, device_loss, policy, settings, verdicts
 from pagedattn.backends.facts import Facts
 from pagedattn.backends.protocol import Problem
 from pagedattn.probe import facts as probe_facts
+from pagedattn.record import Binding, Candidate
 from pagedattn.request import Request
 from pagedattn.wording import describe
 
@@ -134,7 +135,7 @@ def _passed_over(name: str, order: Sequence[str], selected: str | None) -> str:
     return f"{selected} comes before it" if selected else "the chain asked for is not known"
 
 
-def _candidate(name: str, problem: Problem, facts: Facts) -> chain.Candidate:
+def _candidate(name: str, problem: Problem, facts: Facts) -> Candidate:
     """What a binding found out about it, else what can be said without trying."""
     of_problem = [b for b in chain.bindings() if b.problem == problem]
     tried = [c for b in of_problem for c in b.candidates] + list(chain.failures(problem))
@@ -144,7 +145,7 @@ def _candidate(name: str, problem: Problem, facts: Facts) -> chain.Candidate:
     return chain.examine(name, problem, facts)
 
 
-def _row(candidate: chain.Candidate) -> dict[str, Any]:
+def _row(candidate: Candidate) -> dict[str, Any]:
     return {
         "name": candidate.name,
         "present": candidate.present,
@@ -162,7 +163,7 @@ def _unknown(name: str) -> dict[str, Any]:
     return {"name": name, **states, "selected": False, "reasons": reasons, "remedy": None}
 
 
-def _bound(binding: chain.Binding) -> dict[str, Any]:
+def _bound(binding: Binding) -> dict[str, Any]:
     return {
         "backend": binding.backend,
         "requested": list(binding.requested) if binding.requested else "auto",

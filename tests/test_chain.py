@@ -14,6 +14,7 @@ from _backends import fresh_chain as fresh_chain
 from _platforms import PLATFORMS
 
 from pagedattn import (
+    Candidate,
     chain,
     paged_attention,
     policy,
@@ -33,7 +34,7 @@ from pagedattn.probe import probe
 pytestmark = pytest.mark.usefixtures("fresh_chain")
 
 
-def _states(candidate: chain.Candidate) -> tuple[Any, ...]:
+def _states(candidate: Candidate) -> tuple[Any, ...]:
     c = candidate
     return c.present, c.loadable, c.verified, c.selected
 
