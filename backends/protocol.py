@@ -53,6 +53,8 @@ class Problem:
     return_lse: bool = False
     batch_invariant: bool = False
     query_part: QueryPart = "all"  # other than "all" only with varlen_query
+    # no sequence of a call has more query tokens; 0: some may. Other than 0 only with varlen_query
+    few_queries: int = 0
 
     @property
     def group(self) -> int:

@@ -115,7 +115,7 @@ def _check_features(features: dict[str, Any]) -> None:
 
 
 _NAMED = ("device", "dtype", "kv_dtype", "num_heads", "num_kv_heads", "head_dim", "block_size",
-          "kv_layout", "query_part")  # fmt: skip
+          "kv_layout", "query_part", "few_queries")  # fmt: skip
 
 
 def bind_at_import() -> None:

@@ -10,6 +10,7 @@ Every tensor says its device and its type: an engine may have set torch's defaul
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -65,25 +66,45 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     return on_device(call, problem.device)
 
 
+def make_calls(problem: Problem) -> Iterator[Call]:
+    """Every call that a backend has to answer right to be bound for `problem`."""
+    count = 1
+    while count < problem.few_queries:  # fewer rows may be another kernel's, or another form's
+        yield make_call(replace(problem, few_queries=count))
+        count *= 2
+    call = make_call(problem)
+    yield call
+    if problem.few_queries or not problem.varlen_query:
+        yield longest_alone(call)
+
+
 def longest_alone(call: Call) -> Call:
-    """The longest sequence of a decode call by itself: there are fewer rows, and more partitions of
+    """The longest sequence of a call by itself: there are fewer rows, and more partitions of
     each."""
     row = int(call.seq_lens.argmax())
-    one = slice(row, row + 1)
+    one, rows = slice(row, row + 1), slice(row, row + 1)
+    starts = call.query_start_loc
+    if starts is not None:
+        rows = slice(*starts[row : row + 2].tolist())
+        starts = starts[row : row + 2] - starts[row]
     return replace(
         call,
-        query=call.query[one],
+        query=call.query[rows],
         block_tables=call.block_tables[one],
         seq_lens=call.seq_lens[one],
-        out=torch.full_like(call.out[one], math.nan),
-        lse=None if call.lse is None else torch.full_like(call.lse[one], math.nan),
+        out=torch.full_like(call.out[rows], math.nan),
+        lse=None if call.lse is None else torch.full_like(call.lse[rows], math.nan),
+        query_start_loc=starts,
         host_seq_lens=None if call.host_seq_lens is None else call.host_seq_lens[one],
+        host_query_start=None if call.host_query_start is None else [0, rows.stop - rows.start],
     )
 
 
 def _queries(problem: Problem) -> list[int]:
     """Query tokens of each sequence; where long ones are another's, or these alone are asked for,
     there are both, and some of both sides' last."""
+    if few := problem.few_queries:  # the most of them in the shortest and in the longest
+        return [few, min(2, few), 1, max(1, few - 1), few, min(2, few)]
     if problem.query_part == "all":
         return [1, 2, 3, 5, 1, 2]
     return [1, SHORT_QUERIES, SHORT_QUERIES + 1, 5, 40, 2 if problem.query_part == "short" else 18]

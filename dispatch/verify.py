@@ -129,14 +129,14 @@ def _judge_here(backend: Backend, loaded: Any, problem: Problem, task: Task) -> 
 
 
 def judge(runner: Runner, problem: Problem) -> Verdict:
-    """Run a hard problem, and of decode its longest sequence alone: ``ok`` or ``wrong``, with the
-    error found (of both the worse)."""
-    call = hard_problems.make_call(problem)
-    verdict = _judge_call(runner, call, problem)
-    if verdict.outcome == "ok" and not problem.varlen_query:
-        alone = _judge_call(runner, hard_problems.longest_alone(call), problem)
-        verdict = max(verdict, alone, key=lambda one: (one.outcome != "ok", one.error))
-    return verdict
+    """Run hard calls until one is wrong: ``ok`` or ``wrong``, with the error found (of all of them
+    the worst)."""
+    verdicts: list[Verdict] = []
+    for call in hard_problems.make_calls(problem):
+        verdicts.append(_judge_call(runner, call, problem))
+        if verdicts[-1].outcome != "ok":
+            break
+    return max(verdicts, key=lambda one: (one.outcome != "ok", one.error))
 
 
 def _judge_call(runner: Runner, call: Call, problem: Problem) -> Verdict:

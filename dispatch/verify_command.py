@@ -65,6 +65,7 @@ def problems(device: str) -> Iterator[Problem]:
     half = replace(base, dtype=torch.float16, kv_dtype=torch.float16)
     for feature in ("varlen_query", "window", "softcap", "alibi", "sinks", "batch_invariant"):
         yield replace(half, **{feature: True})  # type: ignore[arg-type]
+    yield replace(half, varlen_query=True, few_queries=4)
     yield replace(half, varlen_query=True, window=True, softcap=True, alibi=True, sinks=True)
     for head_dim, heads, kv_heads, block_size in (
         (64, 9, 3, 16), (80, 8, 1, 8), (96, 7, 7, 32), (128, 32, 8, 16), (512, 4, 2, 64),

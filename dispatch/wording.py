@@ -18,5 +18,7 @@ def describe(p: Problem) -> str:
     features = [name for name in _FEATURES if getattr(p, name)]
     if p.query_part != "all":
         features.append(f"the {p.query_part} sequences of a call")
+    if p.few_queries:
+        features.append(f"up to {p.few_queries} query tokens a sequence")
     sizes = f"{p.num_heads}/{p.num_kv_heads}/{p.head_dim}"
     return ", ".join([types, p.kv_layout, sizes, f"blocks of {p.block_size}", *scales, *features])
