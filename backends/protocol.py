@@ -216,6 +216,22 @@ class StepsBack(Protocol):
 
 
 @runtime_checkable
+class ServesFew(Protocol):
+    """What a backend offers, beside `StepsBack`, that serves some calls of a problem better than
+    those that it steps back for; optional."""
+
+    def few_queries(self, problem: Problem, facts: Facts) -> int:
+        """How many query tokens every sequence of a call may have for it to serve that call better;
+        0: it serves none better.
+
+        The automatic chain proves it for ``replace(problem, few_queries=…)`` and gives it such
+        calls whole. Of a batch-invariant problem it takes 0 whatever is said here, and does not
+        ask: by which backend a sequence is served would depend on the longest of its call.
+        """
+        ...
+
+
+@runtime_checkable
 class WritesCache(Protocol):
     """What a backend that can write the cache too offers beside the members of `Backend`;
     optional. What it writes is, bit by bit, what `pagedattn.backends.kv_write` does on a CPU."""

@@ -135,7 +135,8 @@ def paged_attention(
         A key is what is stored times `k_scale`, and likewise a value.
     max_seq_len, max_query_len : int, optional
         Bounds that the host knows; a backend sizes its work by them instead of by the table's
-        width and the number of tokens.
+        width and the number of tokens, and where two backends share a class of calls
+        `max_query_len` may decide which serves this one.
     num_splits : int, optional
         Partitions of each context, merged at the end. Default: the backend's choice.
     batch_invariant : bool

@@ -22,12 +22,12 @@ from pagedattn.backends.errors import (
     VerificationError,
 )
 from pagedattn.backends.facts import Facts
-from pagedattn.backends.protocol import Problem, Runner, StepsBack
-from pagedattn.composition import Composed
+from pagedattn.backends.protocol import Problem, Runner, ServesFew, StepsBack
+from pagedattn.composition import Composed, FewApart
 from pagedattn.probe import facts as probe_facts
 from pagedattn.record import Binding, Candidate
 from pagedattn.request import Request
-from pagedattn.wording import describe
+from pagedattn.wording import describe, describe_parts
 
 log = logging.getLogger("pagedattn")
 
@@ -39,7 +39,7 @@ _Failures = dict[tuple[str, Problem], Candidate]
 _failures: _Failures = {}
 _resets: list[Callable[[], None]] = []
 _bound: list[Callable[[], None]] = []
-_told: set[tuple[str, str]] = set()  # (device, backend) of fallbacks already logged
+_told: set[tuple[str, str]] = set()  # (device, who serves what) of bindings already logged
 # One lock a device: a first call waits for another on its own device and for nothing else. A
 # warm call takes none.
 _locks: dict[str, threading.Lock] = {}
@@ -118,10 +118,15 @@ def resolve(problem: Problem, request: Request, facts: Facts) -> Binding:
         candidates += tried
     if runner is None:
         raise unavailable(problem, request, facts, candidates)
+    # a sequence of a batch-invariant call must not change hands with the others' lengths
+    if request.names is None and problem.varlen_query and not problem.batch_invariant:
+        candidates, runner = _set_few_apart(candidates, runner, problem, facts)
+    known = [c.name for c in candidates]
+    untried = [examine(name, problem, facts) for name in names if name not in known]
     selected = "+".join(c.name for c in candidates if c.selected)
-    _tell(problem, request, [c for c in candidates if not c.selected], selected)
-    candidates += [examine(name, problem, facts) for name in names[len(candidates) :]]
-    return Binding(problem, selected, request.names, tuple(candidates), runner)
+    binding = Binding(problem, selected, request.names, (*candidates, *untried), runner)
+    _tell(binding, request, [c for c in candidates if not c.selected])
+    return binding
 
 
 def automatic_order(problem: Problem, facts: Facts) -> tuple[str, ...]:
@@ -137,6 +142,32 @@ def _steps_back(name: str, problem: Problem, facts: Facts) -> bool:
     except BackendUnavailable:  # told when its turn comes
         return False
     return isinstance(backend, StepsBack) and backend.step_back_reason(problem, facts) is not None
+
+
+def _set_few_apart(
+    candidates: list[Candidate], runner: Runner, problem: Problem, facts: Facts
+) -> tuple[list[Candidate], Runner]:
+    """Have the calls of few query tokens served by one that stepped back for the others, where it
+    says that it is better at them and is right.
+
+    It is proved for calls as it will be given them, whole and up to its limit: the short sequences
+    of longer calls, which `_compose` proves, are other numbers of rows and may be another kernel's.
+    """
+    order = policy.order(facts.vendor, problem.device_type)
+    bound = next(c.name for c in candidates if c.selected)
+    tried = [c.name for c in candidates]
+    for name in order[: order.index(bound)]:
+        if name in tried:  # and could not
+            continue
+        backend = registry.get(name)  # stepped back
+        limit = backend.few_queries(problem, facts) if isinstance(backend, ServesFew) else 0
+        if limit > 0:
+            candidate, few = attempt(name, replace(problem, few_queries=limit), facts)
+            candidate = replace(candidate, few_queries=limit)
+            if few is not None:
+                return [candidate, *candidates], FewApart(few, runner, limit)
+            candidates = [*candidates, candidate]
+    return candidates, runner
 
 
 def _compose(
@@ -276,23 +307,26 @@ def _advice(problem: Problem, request: Request, facts: Facts) -> str:
     return "nothing else in the automatic chain could serve it either"
 
 
-def _tell(problem: Problem, request: Request, lost: Sequence[Candidate], selected: str) -> None:
+def _tell(binding: Binding, request: Request, lost: Sequence[Candidate]) -> None:
     """Say once per device what was bound and who lost, and why."""
-    if (problem.device, selected) in _told:
+    device, parts = binding.problem.device, describe_parts(binding.parts, binding.few_queries)
+    served = f"{binding.backend}: {parts}" if parts else binding.backend
+    if (device, served) in _told:
         return
-    _told.add((problem.device, selected))
+    _told.add((device, served))
     why = "; ".join(f"{c.name}: {', '.join(c.reasons)}" for c in lost)
     # a warning where one that was asked for lost, something failed or only plain torch is left; not
     # for what waits to be built while another serves, nor on a CPU: nothing faster is missed there
     failed = any(c.present and c.supported for c in lost)
-    matters = failed or request.names is not None or selected == policy.FLOOR.name
-    told = lost and matters and problem.device_type != "cpu"
+    matters = failed or request.names is not None or binding.backend == policy.FLOOR.name
+    told = lost and matters and binding.problem.device_type != "cpu"
     level = logging.WARNING if told else logging.INFO
     log.log(
         level,
-        "%s serves %s (%s)%s",
-        selected,
-        problem.device,
+        "%s serves %s (%s)%s%s",
+        binding.backend,
+        device,
         request.origin,
+        f": {parts}" if parts else "",
         f"; passed over: {why}" if why else "",
     )

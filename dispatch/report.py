@@ -168,6 +168,7 @@ def _bound(binding: Binding) -> dict[str, Any]:
         "backend": binding.backend,
         "requested": list(binding.requested) if binding.requested else "auto",
         "parts": {part: name for part, name in binding.parts.items() if part != "all"},
+        "few_queries": binding.few_queries,
         "calls": binding.calls,
         "described": f"{binding.problem.device}, {describe(binding.problem)}",
         "problem": _plain(binding.problem),

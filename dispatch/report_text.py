@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from pagedattn.backends.protocol import SHORT_QUERIES
 from pagedattn.console import make_console, print_field, print_text
+from pagedattn.wording import describe_parts
 
 STATES = ("present", "loadable", "verified", "selected")
 _WORDS = {True: ("yes", "green"), False: ("no", "red"), None: ("?", "yellow")}
@@ -127,6 +127,5 @@ def _show_chain(chain: dict[str, Any], console: Console) -> None:
         calls = f"{bound['calls']} call{'' if bound['calls'] == 1 else 's'}"
         text = f"{bound['backend']} ({calls}): {bound['described']}"
         if bound["parts"]:
-            short, long = bound["parts"]["short"], bound["parts"]["long"]
-            text += f"; {short} up to {SHORT_QUERIES} query tokens of a sequence, {long} beyond"
+            text += f"; {describe_parts(bound['parts'], bound['few_queries'])}"
         print_field(console, "bound", text, indent=_INDENT)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pagedattn.backends.protocol import Problem
+from collections.abc import Mapping
+
+from pagedattn.backends.protocol import SHORT_QUERIES, Problem
+from pagedattn.record import Part
 
 _FEATURES = ("varlen_query", "window", "softcap", "alibi", "sinks", "return_lse", "batch_invariant")
 
@@ -22,3 +25,15 @@ def describe(p: Problem) -> str:
         features.append(f"up to {p.few_queries} query tokens a sequence")
     sizes = f"{p.num_heads}/{p.num_kv_heads}/{p.head_dim}"
     return ", ".join([types, p.kv_layout, sizes, f"blocks of {p.block_size}", *scales, *features])
+
+
+def describe_parts(parts: Mapping[Part, str], few_queries: int) -> str:
+    """Such as ``cuda in calls of up to 4 query tokens a sequence, triton in the others``; of parts
+    as a `Binding` has them, and nothing where one backend serves all."""
+    told: dict[Part, str] = {
+        "few": f"in calls of up to {few_queries} query tokens a sequence",
+        "more": "in the others",
+        "short": f"up to {SHORT_QUERIES} query tokens of a sequence",
+        "long": "beyond",
+    }
+    return ", ".join(f"{name} {told[part]}" for part, name in parts.items() if part in told)

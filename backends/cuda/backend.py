@@ -13,6 +13,7 @@ from pagedattn.backends.cuda import binary_cache, compile, source
 from pagedattn.backends.cuda import toolchain as toolchains
 from pagedattn.backends.cuda.abi import ABI
 from pagedattn.backends.cuda.binary_cache import Binary
+from pagedattn.backends.cuda.partition import SHARING_ROWS
 from pagedattn.backends.cuda.spec import (
     Spec,
     check,
@@ -71,13 +72,21 @@ class CudaBackend:
         and values for more than once. On CoreX nothing but torch would."""
         if facts.vendor != "nvidia":
             return None
-        arch = toolchains.arch_of(facts, device_of(facts, problem.device))
-        if arch is None or not toolchains.tuned_for(arch):
-            return f"there is no tuned kernel for {arch or 'this device'}"
-        reason = untuned_reason(spec_of(problem), problem.kv_layout)
+        reason = _untuned_reason(problem, facts)
         if reason is None and problem.varlen_query:
-            return "speculative tokens share no more than 8 rows a read"
+            return (
+                f"more than {SHARING_ROWS} rows of speculative tokens or prefill would read keys "
+                "and values again"
+            )
         return reason
+
+    def few_queries(self, problem: Problem, facts: Facts) -> int:
+        """As many as share one read of keys and values, where the tuned kernel serves `problem`."""
+        if not problem.varlen_query or problem.query_part != "all":
+            return 0
+        if _untuned_reason(problem, facts) is not None:
+            return 0
+        return SHARING_ROWS // problem.group
 
     def remedy(self, facts: Facts) -> str | None:
         if facts.has_gpu and facts.compiler.path is not None and not _builds_at_first_use(facts):
@@ -169,6 +178,14 @@ class CudaBackend:
         from pagedattn.backends.cuda.launch import CudaRunner
 
         return CudaRunner(library, problem)
+
+
+def _untuned_reason(problem: Problem, facts: Facts) -> str | None:
+    """Why the tuned kernel does not serve `problem` on its device; None: it does."""
+    arch = toolchains.arch_of(facts, device_of(facts, problem.device))
+    if arch is None or not toolchains.tuned_for(arch):
+        return f"there is no tuned kernel for {arch or 'this device'}"
+    return untuned_reason(spec_of(problem), problem.kv_layout)
 
 
 def _policy() -> str:
