@@ -95,7 +95,7 @@ cudaError_t allow_shared() {
   if (code != cudaSuccess || (allowed.load() & bit)) return code;
   code = cudaFuncSetAttribute(tuned_decode_kernel<ORDER, TILES>,
                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              tuned_memory<ORDER>::template BYTES<TILES>);
+                              tuned_memory<ORDER, TILES>::BYTES);
   if (code == cudaSuccess) allowed |= bit;
   return code;
 }
@@ -111,7 +111,7 @@ cudaError_t launch_merge(const pagedattn_params& p, bool after, cudaStream_t str
 
 template <kv_order ORDER, int TILES>
 int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
-  constexpr int shared = tuned_memory<ORDER>::template BYTES<TILES>;
+  constexpr int shared = tuned_memory<ORDER, TILES>::BYTES;
   constexpr int ROWS_OF_TILES = TILES * TILE_ROWS;
   const int64_t most_rows = static_cast<int64_t>(p.max_query_len) * GROUP;
   const int64_t tiles = (most_rows + ROWS_OF_TILES - 1) / ROWS_OF_TILES;

@@ -127,9 +127,10 @@ template <kv_order ORDER, int TILES>
 __global__ void __launch_bounds__(TUNED_THREADS, 1)
     tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps,
                         bool read_once) {
+  using shared = tuned_memory<ORDER, TILES>;
   PA_DYNAMIC_SHARED(memory);
   __shared__ item_barriers barriers[TUNED_WARPS];
-  __shared__ attention_partial states[TUNED_WARPS][TILE_ROWS];
+  __shared__ attention_partial states[TUNED_WARPS][TILES * TILE_ROWS];
   launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = warp % p.team;
   team_work work = team_work::of<TILES>(p, warp);
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   sequence_span span = span_of(p, work.sequence);
   if (!exists) span.query_len = 0, span.end = 0;
   walk.place = item_place<ORDER>::of(maps, read_once,
-                                     memory + warp * tuned_memory<ORDER>::WARP_BYTES,
+                                     memory + warp * shared::WARP_BYTES,
                                      &barriers[warp], work.kv_head, lane);
   walk.begin(p, work, span);
 
@@ -164,30 +165,22 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
     rows.load<item<ORDER>>(p, span, work, scale, lane);
     fold_all(rows);
   } else {
-    unsigned char* const behind = memory + tuned_memory<ORDER>::ITEMS_BYTES;
+    unsigned char* const behind = memory + shared::ITEMS_BYTES;
     const shared_rows rows = {reinterpret_cast<block_rows*>(behind), lane};
     rows.load<item<ORDER>>(p, span, work, scale);
     fold_all(rows);
   }
 
+  if constexpr (TILES > 1) __syncthreads();  // all that they leave takes the items' place
+  unsigned char* const left = memory + warp * shared::LEFT_PITCH;
+  leave<ORDER>(reinterpret_cast<float*>(left), states[warp], mine, walk.bad, lane);
+  if (p.team > 1) __syncthreads();
+  else __syncwarp();
+  if (span.elsewhere) return;
   const int leader = warp - rank;
-  unsigned char* const left = memory + leader * tuned_memory<ORDER>::WARP_BYTES;
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    if (tile > 0) {
-      __syncthreads();  // the last one has been read
-      if (++work.row_tile * TILE_ROWS >= span.query_len * GROUP) return;
-    }
-    leave<ORDER>(reinterpret_cast<float*>(walk.place.memory), states[warp], mine, tile, walk.bad,
-                 lane);
-    if (p.team > 1) __syncthreads();
-    else __syncwarp();
-    if (span.elsewhere) return;
-    if (p.num_splits == 1)
-      write_result<ORDER>(p, span, work, left, &states[leader], rank, lane);
-    else
-      write_partition<ORDER>(p, span, work, left, &states[leader], rank, lane);
-  }
+  unsigned char* const first = memory + leader * shared::LEFT_PITCH;
+  if (p.num_splits == 1) write_result<shared>(p, span, work, first, &states[leader], rank, lane);
+  else write_partition<shared>(p, span, work, first, &states[leader], rank, lane);
 }
 
 }  // namespace pagedattn

@@ -43,36 +43,42 @@ struct team_work {
   }
 };
 
-/// A lane's part of a row's query in one product, as the products with the keys take it.
+/// Where a row's query begins.
+PA_DEVICE const unsigned short* query_of(const pagedattn_params& p, const query_row& row) {
+  return static_cast<const unsigned short*>(p.query) + row.token * p.query_token_stride +
+         row.head * p.query_head_stride;
+}
+
+/// Half `half` of a lane's part of the row's query in one product, as the products with the keys
+/// take it; `elements` is where the query begins.
 template <class Shape>
-PA_DEVICE uint2 load_query(const pagedattn_params& p, const query_row& row, int step, int lane) {
-  uint2 query = {0u, 0u};
-  if (row.token < 0) return query;
-  const unsigned short* elements = static_cast<const unsigned short*>(p.query) +
-                                   row.token * p.query_token_stride +
-                                   row.head * p.query_head_stride;
-  query.x = *reinterpret_cast<const unsigned*>(elements + Shape::query_dim(step, 0, lane));
-  query.y = *reinterpret_cast<const unsigned*>(elements + Shape::query_dim(step, 1, lane));
-  return query;
+PA_DEVICE unsigned query_pair(const query_row& row, const unsigned short* elements, int step,
+                              int half, int lane) {
+  if (row.token < 0) return 0u;
+  return *reinterpret_cast<const unsigned*>(elements + Shape::query_dim(step, half, lane));
 }
 
 /// One tile's rows, in registers: the lane's part of the queries, and how the two columns of the
 /// scores that it holds are scored.
 struct own_rows {
-  uint2 query[STEPS];
+  unsigned query[STEPS][2];
   row_scoring scoring[2];
 
   template <class Shape>
   PA_DEVICE void load(const pagedattn_params& p, const sequence_span& span, const team_work& work,
                       float scale, int lane) {
     const query_row row = work.row(p, span, lane / 4);
+    const unsigned short* const elements = query_of(p, row);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) query[step] = load_query<Shape>(p, row, step, lane);
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        query[step][half] = query_pair<Shape>(row, elements, step, half, lane);
 #pragma unroll
     for (int c = 0; c < 2; ++c)
       scoring[c] = scoring_of(p, work.row(p, span, lane % 4 * 2 + c), scale);
   }
-  PA_DEVICE uint2 of(int, int step) const { return query[step]; }
+  PA_DEVICE uint2 of(int, int step) const { return {query[step][0], query[step][1]}; }
   PA_DEVICE const row_scoring& scoring_at(int, int column) const { return scoring[column]; }
 };
 
@@ -91,20 +97,24 @@ struct shared_rows {
   template <class Shape>
   PA_DEVICE void load(const pagedattn_params& p, const sequence_span& span, const team_work& work,
                       float scale) const {
-    constexpr int COUNT = SHARING_TILES * STEPS, EACH = ceil_div(COUNT, TUNED_WARPS);
+    constexpr int EACH = ceil_div(STEPS, TUNED_WARPS);
     const int warp = threadIdx.x / 32, thread = threadIdx.x;
-    uint2 query[EACH];  // all of them are asked for before one is needed
+    const auto step_of = [&](int k) { return smaller(warp + k * TUNED_WARPS, STEPS - 1); };
+    unsigned query[SHARING_TILES][EACH][2];  // all of them are asked for before one is needed
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = smaller(warp + k * TUNED_WARPS, COUNT - 1);
-      const query_row row = work.row(p, span, i / STEPS * TILE_ROWS + lane / 4);
-      query[k] = load_query<Shape>(p, row, i % STEPS, lane);
+    for (int tile = 0; tile < SHARING_TILES; ++tile) {
+      const query_row row = work.row(p, span, tile * TILE_ROWS + lane / 4);
+      const unsigned short* const elements = query_of(p, row);
+#pragma unroll
+      for (int i = 0; i < 2 * EACH; ++i)
+        query[tile][i / 2][i % 2] =
+            query_pair<Shape>(row, elements, step_of(i / 2), i % 2, lane);
     }
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = smaller(warp + k * TUNED_WARPS, COUNT - 1);
-      rows->query[i / STEPS][i % STEPS][lane] = query[k];
-    }
+    for (int tile = 0; tile < SHARING_TILES; ++tile)
+#pragma unroll
+      for (int k = 0; k < EACH; ++k)
+        rows->query[tile][step_of(k)][lane] = {query[tile][k][0], query[tile][k][1]};
     if (thread < SHARING_TILES * TILE_ROWS)
       rows->scoring[thread] = scoring_of(p, work.row(p, span, thread), scale);
     __syncthreads();

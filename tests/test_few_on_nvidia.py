@@ -36,6 +36,11 @@ def _facts(tmp_path: Path, platform: str = "nvidia") -> Facts:
     ("changes", "limit"),
     [
         ({"num_heads": 24, "num_kv_heads": 4}, 4),
+        ({"num_heads": 24, "num_kv_heads": 4, "head_dim": 256}, 4),
+        ({"num_heads": 24, "num_kv_heads": 4, "head_dim": 256, "kv_layout": "NHD"}, 1),
+        ({"num_heads": 10, "head_dim": 144, "kv_layout": "HND"}, 1),
+        ({"head_dim": 256, "kv_layout": "HND"}, 4),
+        ({"head_dim": 128, "kv_layout": "NHD"}, 12),
         ({"num_heads": 2}, 24),
         ({"num_heads": 10}, 4),
         ({"num_heads": 16}, 3),
