@@ -112,7 +112,8 @@ def _portable() -> str:
     return (
         "The portable kernel of `cuda`, which GPUs other than those of sm_80 and sm_90 get, "
         f"reaches {shares[64, 4_096, 'packed']} of the read ceiling there at 64 × 4,096 and "
-        f"{shares[1, 100_000, 'packed']} at 1 × 100,000, packed ({_source(record)})."
+        f"{shares[1, 100_000, 'packed']} at 1 × 100,000 in the packed layout, and "
+        f"{shares[64, 4_096, 'NHD']} and {shares[1, 100_000, 'NHD']} in NHD ({_source(record)})."
     )
 
 
