@@ -97,7 +97,8 @@ def _more() -> str:
         "Other sizes, types and kinds of work on the same kind of device "
         f"({record['ceilings']['read_tbps']:.2f} TB/s in that run):\n\n"
         + _table(lines)
-        + f"\n\n{_source(record)}."
+        + f"\n\n{_source(record)}. Which of the two the chain picks is said "
+        "[above](#which-backend-and-why)."
     )
 
 

@@ -66,7 +66,8 @@ PA_DEVICE int workspace_shift(const pagedattn_params& p, const sequence_span& s,
 /// The sequence that owns a query token: the last one that starts at or before it; -1: none.
 PA_DEVICE int sequence_of(const pagedattn_params& p, int token) {
   if (!p.query_start_loc) return token < p.num_seqs ? token : -1;
-  if (p.num_seqs == 0 || token >= p.query_start_loc[p.num_seqs]) return -1;
+  if (p.num_seqs == 0 || token < p.query_start_loc[0] || token >= p.query_start_loc[p.num_seqs])
+    return -1;
   int low = 0, high = p.num_seqs;
   while (high - low > 1) {
     const int middle = (low + high) / 2;

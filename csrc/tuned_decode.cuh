@@ -72,7 +72,7 @@ struct item_walk {
     place.start(p, side, first_key(n), block);
   }
 
-  /// Fold the n-th item into `mine`. `clear`: every row sees all of its keys, and its scores are
+  /// Fold the n-th item into `mine`. `clear`: every row sees all of its keys; `plain`: scores are
   /// the products times `scale`.
   template <int TILES, class Rows>
   PA_DEVICE void fold(warp_state<TILES>& mine, const pagedattn_params& p, const Rows& rows,

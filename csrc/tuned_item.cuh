@@ -1,10 +1,10 @@
 // An item: 16 tokens of one KV head, as they lie in shared memory, and the two products with it.
 //
 // Both products are computed transposed, keys × rows and dimensions × rows, so that a tile of 8
-// query rows is the n = 8 of the tensor cores' m16n8k16, and several tiles share what is read. The packed layout's blocks serve as they
-// lie in the cache. The rows of the other layouts must fall into different banks where one
-// instruction reads them: they are an odd number of 16 bytes apart, or their 16 bytes permuted by
-// sm_90's copies.
+// query rows is the n = 8 of the tensor cores' m16n8k16, and several tiles share what is read. The
+// packed layout's blocks serve as they lie in the cache. The rows of the other layouts must fall
+// into different banks where one instruction reads them: they are an odd number of 16 bytes apart,
+// or their 16 bytes permuted by sm_90's copies.
 #pragma once
 
 #include "attention_partial.cuh"

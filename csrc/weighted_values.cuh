@@ -3,7 +3,7 @@
 // A policy says how the lanes share the work: which elements of V a lane adds up (`dim_of`,
 // ACCUMULATORS of them for each row) and over which tokens. PARTS lanes hold the same elements over
 // different tokens; their sum is taken once, at the end. The tokens come in ROUNDS batches, each
-// loaded before the last one is added.
+// loaded as soon as the last one has been added.
 #pragma once
 
 #include "key_scores.cuh"
@@ -51,8 +51,8 @@ struct values_by_dim {
   }
 
   /// Every lane loads, whatever its tokens are: from the first block where there is none, and from
-  /// another's place where it has none. A load with a condition nvcc has elsewhere first and copies
-  /// it, and a copy waits for the load.
+  /// another's place where it has none. With a condition, nvcc loads to other registers and copies
+  /// them, and a copy waits for the load.
   PA_DEVICE void load(const pagedattn_params& p, const paged_gather& gather,
                       const run_blocks& blocks, int start, int round, int lane) {
     if (round >= ROUNDS) return;

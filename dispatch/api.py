@@ -136,7 +136,8 @@ def paged_attention(
     max_seq_len, max_query_len : int, optional
         Bounds that the host knows; a backend sizes its work by them instead of by the table's
         width and the number of tokens, and where two backends share a class of calls
-        `max_query_len` may decide which serves this one.
+        `max_query_len` may decide which serves this one. Without it, on a device, every sequence
+        may have all of the call's tokens: speculative tokens then count as a prefill.
     num_splits : int, optional
         Partitions of each context, merged at the end. Default: the backend's choice.
     batch_invariant : bool

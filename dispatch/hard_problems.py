@@ -68,14 +68,23 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
 
 def make_calls(problem: Problem) -> Iterator[Call]:
     """Every call that a backend has to answer right to be bound for `problem`."""
-    count = 1
-    while count < problem.few_queries:  # fewer rows may be another kernel's, or another form's
-        yield make_call(replace(problem, few_queries=count))
-        count *= 2
     call = make_call(problem)
     yield call
     if problem.few_queries or not problem.varlen_query:
         yield longest_alone(call)
+    # fewer rows, or more, may be another kernel's, or another form's
+    for count in _other_counts(problem):
+        yield make_call(replace(problem, few_queries=count, query_part="all"))
+
+
+def _other_counts(problem: Problem) -> list[int]:
+    """Of how many query tokens a sequence there are further calls."""
+    if few := problem.few_queries:
+        return [1 << i for i in range(few.bit_length()) if 1 << i < few]
+    if not problem.varlen_query or problem.query_part == "long":
+        return []
+    # with one head a KV head the most that the other call has are few rows
+    return [1, SHORT_QUERIES] if problem.group == 1 else [1]
 
 
 def longest_alone(call: Call) -> Call:

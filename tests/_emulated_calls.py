@@ -140,8 +140,9 @@ kept = []
 libraries = [load(path) for path in paths]
 for library in libraries:
     assert library.emulation_guard_shared() == 0
-for layout in ("packed", "NHD", "HND"):
-    sizes = (6, 2, head_dim, 16, layout, True, True)
+for layout, window in itertools.product(("packed", "NHD", "HND"), (False, True)):
+    # without a window the cache's last block is read, too
+    sizes = (6, 2, head_dim, 16, layout, True, window)
     problem = Problem("cpu", dtype, dtype, *sizes, return_lse=True)
     for bad in (None, 10**6, -1, -2**31, 2**31 - 1):
         call = make_call(problem)

@@ -61,6 +61,16 @@ def test_cuda_names_as_many_as_share_a_read(
     assert CudaBackend().few_queries(problem, _facts(tmp_path / "corex", "bi_v100")) == 0
 
 
+def test_tiles_share_a_read_where_they_were_measured(tmp_path: Path) -> None:
+    """On an A100 Triton keeps what takes more than one tile of rows."""
+    facts = _facts(tmp_path)
+    (device, *_) = facts.devices
+    facts = replace(facts, devices=(replace(device, capability=(8, 0)),))
+    problem = replace(ON_NVIDIA, num_heads=24, num_kv_heads=4)
+    assert CudaBackend().few_queries(problem, facts) == 1
+    assert CudaBackend().few_queries(replace(problem, num_heads=4), facts) == 8
+
+
 def _resolve(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, built: bool,
     loads: bool = True, platform: str = "nvidia",

@@ -28,7 +28,7 @@ from pagedattn import (
 )
 from pagedattn.backends.errors import BackendUnavailable
 from pagedattn.backends.facts import Facts
-from pagedattn.backends.protocol import Call, Problem
+from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem, QueryPart
 from pagedattn.backends.reference import attend
 from pagedattn.binding import bind
 from pagedattn.request import Request
@@ -280,13 +280,34 @@ def test_every_size_of_call_is_proved(few: int) -> None:
     calls = list(hard_problems.make_calls(problem))
     assert [c.query_part for c in calls] == ["all"] * len(calls)
     sizes = [count for count in (1, 2, 4, 8, 16) if count < few]
-    assert [c.max_query_len for c in calls] == [*sizes, few, few]
+    assert [c.max_query_len for c in calls] == [few, few, *sizes]
     for call in calls:
         assert call.query_start_loc is not None
         starts = call.query_start_loc
         assert int(starts.diff().max()) == call.max_query_len
         assert call.host_query_start == starts.tolist()
-    assert [len(c.seq_lens) for c in calls[-2:]] == [6, 1]
+    assert [len(c.seq_lens) for c in calls[:2]] == [6, 1]
+    assert verify.judge(attend, problem).outcome == "ok"
+
+
+@pytest.mark.parametrize(
+    ("part", "heads", "most"),
+    [
+        ("all", 4, [5, 1]),
+        ("all", 2, [5, 1, SHORT_QUERIES]),  # one head a KV head: five tokens are few rows
+        ("short", 4, [SHORT_QUERIES, 1]),
+        ("short", 2, [SHORT_QUERIES, 1, SHORT_QUERIES]),
+        ("long", 4, [40]),
+    ],
+)
+def test_calls_of_few_rows_and_of_many_are_proved(
+    part: QueryPart, heads: int, most: list[int]
+) -> None:
+    """They may be other kernels', whether or not somebody else serves the others."""
+    problem = replace(VARLEN, query_part=part, num_heads=heads)
+    calls = list(hard_problems.make_calls(problem))
+    assert [c.max_query_len for c in calls] == most
+    assert [c.query_part for c in calls] == [part, *["all"] * (len(calls) - 1)]
     assert verify.judge(attend, problem).outcome == "ok"
 
 

@@ -106,7 +106,7 @@ def pack(shared: int, call: Call, workspace: int, stream: int) -> bytes:
     shared : where the `Params` are, which must outlive it too
     workspace : where float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]`` is
         With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens. 0 where
-        the tuned kernel has one partition and one query token per sequence.
+        the tuned kernel has one partition.
     """
     longest = call.max_seq_len
     return _PACK_CALL(

@@ -80,15 +80,17 @@ class CudaBackend:
     def few_queries(self, problem: Problem, facts: Facts) -> int:
         """As many as share one read of keys and values, where the tuned kernel serves `problem`.
 
-        Where a token's elements lie side by side, sharing it pays for heads up to 128 alone: four
-        tokens at 24/4/256 take as long as on Triton or up to 5 % longer, and 16 % longer in one
-        sequence of 1,024 tokens.
+        Tiles of rows that share it were measured on sm_90 alone. Where a token's elements lie side
+        by side they pay for heads up to 128: four tokens at 24/4/256 take as long as on Triton or
+        up to 5 % longer, and 16 % longer in one sequence of 1,024 tokens.
         """
         if not problem.varlen_query or problem.query_part != "all":
             return 0
         if _untuned_reason(problem, facts) is not None:
             return 0
-        shared = problem.kv_layout == "packed" or problem.head_dim <= 128
+        arch = toolchains.arch_of(facts, device_of(facts, problem.device))
+        pays = problem.kv_layout == "packed" or problem.head_dim <= 128
+        shared = pays and arch is not None and toolchains.tuned_for(arch) == "90"
         return (SHARING_ROWS if shared else TILE_ROWS) // problem.group
 
     def remedy(self, facts: Facts) -> str | None:

@@ -22,7 +22,7 @@ FULL = 0.9  # of the places of all waves taken is good enough
 MIN_TOKENS = 128  # of a partition: shorter ones cost more in the merge than they save
 _PORTABLE_ROWS = 8  # of a block
 
-# the tuned kernel, as in csrc/tuned_item.cuh
+# the tuned kernel, as in csrc/tuned_item.cuh and csrc/tuned_rows.cuh
 ITEM = 16  # tokens that a warp takes at a time
 TILE_ROWS = 8  # query rows of a team
 SHARING_ROWS = 24  # of a block that walks several tiles of them, which share what is read
@@ -92,7 +92,7 @@ def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Par
     item_bytes = 2 * ITEM * problem.head_dim * problem.kv_dtype.itemsize
     # of a multiprocessor; more than four of small heads' need not fit
     blocks = min(max(1, _BYTES_IN_FLIGHT // (item_bytes * warps)), 4)
-    if sharing:  # an item takes longer, and no more fit with the registers of three tiles
+    if sharing:  # an item takes longer; at heads of 256 no more fit by their registers
         blocks = 2
     if units >= blocks * multiprocessors:  # none is split, and a second block fills the gaps
         blocks = max(2, blocks)

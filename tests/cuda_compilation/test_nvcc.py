@@ -29,8 +29,8 @@ FIGURES = Path(__file__).with_name("portable.json")
 TUNED_FIGURES = Path(__file__).with_name("tuned.json")
 SHARED_LIMIT = 32768  # bytes that every device is known to have
 REGISTER_LIMIT = 255  # of a thread; 128 threads then fit twice into 64K registers
-#: bytes on the stack, stored and loaded, of the tuned kernel whose rows share what they read, at
-#: heads of 256: some addresses, and nothing of the 192 sums
+#: bytes on the stack, stored and loaded, that the tuned kernel whose rows share what they read may
+#: have at heads of 256, where 192 of 255 registers are sums
 SHARING_STACK = 512
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CLASSES = {

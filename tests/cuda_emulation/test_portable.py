@@ -258,10 +258,21 @@ def test_compiled_as_for_corex(judge: Judge) -> None:
     judge(QWEN, None, "-D__ILUVATAR__")
 
 
-def test_nothing_is_read_or_written_outside(libraries: Libraries) -> None:
-    """Each tensor ends where memory ends."""
-    path = str(libraries.path(BASE))
-    done = run_python(outside([path], "float32", 32))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", 32), ("float32", 136), ("float16", 80)]
+)
+def test_nothing_is_read_or_written_outside(
+    libraries: Libraries, dtype: str, head_dim: int
+) -> None:
+    """Each tensor ends where memory ends. Heads of 136 and 80 leave lanes without an element."""
+    kind = getattr(torch, dtype)
+    problem = replace(BASE, dtype=kind, kv_dtype=kind, head_dim=head_dim)
+    path = str(libraries.path(problem))
+    done = run_python(outside([path], dtype, head_dim))
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_what_is_read_outside_is_noticed(libraries: Libraries) -> None:
+    path = str(libraries.path(BASE))
     done = run_python(outside([path], "float32", 32, "step over the end"))
     assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "alive\n"), done.stderr

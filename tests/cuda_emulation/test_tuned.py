@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -202,30 +201,6 @@ def test_a_length_beyond_the_hosts_bound_with_a_whole_table(judge: Judge) -> Non
     call.max_seq_len = 300
     assert int(call.seq_lens[4]) == 301
     assert bool(judge(BASE, call).out[4].isnan().all())
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("most", [1, 2, 4])
-def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
-    judge: Judge, libraries: Libraries, most: int, splits: int
-) -> None:
-    problem = replace(BASE, varlen_query=True)
-    call = replace(make_call(problem), num_splits=splits)
-    right = judge(problem, call)
-    wrong = replace(call, max_query_len=most, lse=torch.empty(call.query.shape[:2]))
-    _run(libraries, problem, wrong)
-    assert call.host_query_start is not None
-    for first, end in pairwise(call.host_query_start):
-        rows = slice(first, end)
-        if end - first > most:
-            assert bool(wrong.out[rows].isnan().all())
-            assert wrong.lse is not None
-            assert bool(wrong.lse[rows].isnan().all())
-        else:
-            # with few rows another form of the kernel serves the call
-            torch.testing.assert_close(
-                wrong.out[rows], right.out[rows], rtol=0, atol=2e-3, equal_nan=True
-            )
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too many"])

@@ -36,7 +36,8 @@ def problems() -> Iterator[Problem]:
             # a head of no whole number of 128 dimensions, and of fewer than a lane takes
             for group, head_dim, block_size in ((7, 80, 24), (5, 144, 16), (1, 16, 8)):
                 other = replace(one, num_heads=2 * group, num_kv_heads=2)
-                yield replace(other, head_dim=head_dim, block_size=block_size)
+                other = replace(other, head_dim=head_dim, block_size=block_size)
+                yield replace(other, varlen_query=layout == "NHD")
 
 
 def runners(which: str, problem: Problem) -> Iterator[Any]:
