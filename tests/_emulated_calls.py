@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,6 +51,31 @@ def same_bits(one: Call, other: Call) -> bool:
     assert other.lse is not None
     out = one.out.nan_to_num(nan=6e4), other.out.nan_to_num(nan=6e4)
     return torch.equal(*out) and torch.equal(one.lse.nan_to_num(6e4), other.lse.nan_to_num(6e4))
+
+
+def with_bound_of_queries(call: Call, most: int) -> Call:
+    """The call as if no sequence had more query tokens; its results hold no NaN to begin with."""
+    return replace(
+        call,
+        max_query_len=most,
+        out=torch.full_like(call.out, UNTOUCHED),
+        lse=torch.full(call.query.shape[:2], UNTOUCHED),
+    )
+
+
+def assert_told_by_its_sequences(wrong: Call, right: Call, atol: float) -> None:
+    """Sequences of more query tokens than ``wrong.max_query_len`` are NaN, the others right."""
+    assert right.host_query_start is not None
+    assert wrong.lse is not None
+    for first, end in pairwise(right.host_query_start):
+        rows = slice(first, end)
+        if end - first > wrong.max_query_len:
+            assert bool(wrong.out[rows].isnan().all())
+            assert bool(wrong.lse[rows].isnan().all())
+        else:  # fewer rows may be another form's
+            torch.testing.assert_close(
+                wrong.out[rows], right.out[rows], rtol=0, atol=atol, equal_nan=True
+            )
 
 
 def shifted(tensor: Tensor) -> Tensor:

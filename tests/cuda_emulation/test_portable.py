@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,12 +12,14 @@ import torch
 from _backends import run_python
 from _emulated_calls import (
     FP8,
+    assert_told_by_its_sequences,
     judge_orders,
     lengths_at_the_end_of_int,
     long_call,
     many_short_beside_a_long_one,
     outside,
     shifted,
+    with_bound_of_queries,
     without_sequences,
 )
 from _emulation import WARP_SIZES, Libraries
@@ -169,17 +170,9 @@ def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
     problem = replace(BASE, varlen_query=True)
     call = make_call(problem)
     right = judge(problem, call)
-    wrong = replace(call, max_query_len=most, lse=torch.empty(call.query.shape[:2]))
+    wrong = with_bound_of_queries(call, most)
     CudaRunner(libraries.of(problem), problem)(wrong)
-    assert call.host_query_start is not None
-    for first, end in pairwise(call.host_query_start):
-        rows = slice(first, end)
-        if end - first > most:
-            assert bool(wrong.out[rows].isnan().all())
-            assert wrong.lse is not None
-            assert bool(wrong.lse[rows].isnan().all())
-        else:
-            torch.testing.assert_close(wrong.out[rows], right.out[rows], equal_nan=True)
+    assert_told_by_its_sequences(wrong, right, 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["packed", "NHD"])

@@ -8,7 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from _emulated_calls import judge_orders, same_bits
+from _emulated_calls import (
+    assert_told_by_its_sequences,
+    judge_orders,
+    same_bits,
+    with_bound_of_queries,
+)
 from _emulation import TUNED_ALONE, Libraries, tuned
 
 from pagedattn.backends.cuda.launch import CudaRunner
@@ -45,23 +50,9 @@ def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
     problem = replace(BASE, varlen_query=True)
     call = replace(make_call(problem), num_splits=splits)
     right = _judged(libraries, problem, call)
-    wrong = replace(
-        call, max_query_len=most, out=torch.full_like(call.out, UNTOUCHED),
-        lse=torch.full(call.query.shape[:2], UNTOUCHED),
-    )  # fmt: skip
+    wrong = with_bound_of_queries(call, most)
     _run(libraries, problem, wrong)
-    assert call.host_query_start is not None
-    for first, end in pairwise(call.host_query_start):
-        rows = slice(first, end)
-        if end - first > most:
-            assert bool(wrong.out[rows].isnan().all())
-            assert wrong.lse is not None
-            assert bool(wrong.lse[rows].isnan().all())
-        else:
-            # with few rows another form of the kernel serves the call
-            torch.testing.assert_close(
-                wrong.out[rows], right.out[rows], rtol=0, atol=2e-3, equal_nan=True
-            )
+    assert_told_by_its_sequences(wrong, right, 2e-3)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -242,6 +242,29 @@ def test_two_streams_at_once_do_not_share_a_workspace(place: Any, layout: KVLayo
 
 
 @every_gpu_place
+@every_layout
+@pytest.mark.parametrize("query_lens", [None, [4, 1, 3]], ids=["decode", "speculative"])
+def test_batch_invariant_results_are_the_same_bits_each_time(
+    place: Any, layout: KVLayout, query_lens: list[int] | None
+) -> None:
+    scene = make_scene([9000, 17, 2049], query_lens=query_lens, dtype=torch.float16)
+    given: dict[str, Any] = {**vars(scene.page(layout, device="cuda")), "batch_invariant": True}
+    if query_lens is not None:
+        given["query_start_loc"] = torch.tensor(scene.starts, dtype=torch.int32, device="cuda")
+    query = scene.query.cuda()
+    results = [
+        pagedattn.paged_attention(query, **given, return_lse=True, backend=place.backend)
+        for _ in range(100)
+    ]
+    torch.cuda.synchronize()
+    (out, lse), *others = results
+    assert_right(Result(out.cpu(), lse.cpu()), scene)
+    for other_out, other_lse in others:
+        assert torch.equal(other_out, out)
+        assert torch.equal(other_lse, lse)
+
+
+@every_gpu_place
 def test_the_current_stream_is_the_one_that_is_used(place: Any) -> None:
     """Inputs that are still being made on a side stream when the call is queued behind them."""
     scene = make_scene([40, 17], dtype=torch.float16)
