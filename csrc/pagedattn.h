@@ -26,7 +26,7 @@
 #define PAGEDATTN_POINTERS 13
 
 /* Changes with any change of the structs below or of what its members mean. */
-#define PAGEDATTN_ABI_VERSION 3
+#define PAGEDATTN_ABI_VERSION 4
 
 /* What calls of the same shapes share; `pagedattn_call` adds what is a call's own. Strides are in
  * elements; pointers are to device memory, NULL where a feature is not used. Python mirrors this
@@ -81,6 +81,8 @@ struct pagedattn_params {
   int32_t v_scale_count;
   int32_t skip_longer;             /* 1: a sequence of more than max_query_len query tokens is
                                     * another launch's, and its rows stay as they are */
+  int32_t clustered;               /* 1, only where pagedattn_clustered says so: the partitions'
+                                    * blocks merge them, and no workspace is used */
 
   float scale;
   float softcap;                   /* 0: none */
@@ -105,6 +107,10 @@ extern "C" {
  * PAGEDATTN_REFUSED: the tuned kernel does not serve the call as it lies in memory, and nothing
  * was launched. */
 int pagedattn_run(const struct pagedattn_call *call);
+
+/* 1 where the blocks of the call's partitions should merge them as a cluster, else 0. Nothing is
+ * launched, and no pointer is read; it holds for calls with the same `shared` and max_seq_len. */
+int pagedattn_clustered(const struct pagedattn_call *call);
 
 /* Warps of the tuned kernel's blocks; 0 where the library has only the portable one. */
 int pagedattn_tuned_warps(void);

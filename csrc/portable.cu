@@ -84,6 +84,17 @@ extern "C" const char* pagedattn_error(int code) {
   }
 }
 
+extern "C" int pagedattn_clustered(const pagedattn_call* call) {
+#ifdef PAGEDATTN_TUNED
+  const int serve = pagedattn::clusters_serve(pagedattn::params_of(*call)) ? 1 : 0;
+  cudaGetLastError();  // a question that the device does not answer is no caller's error
+  return serve;
+#else
+  (void)call;
+  return 0;
+#endif
+}
+
 extern "C" int pagedattn_tuned_warps(void) {
 #ifdef PAGEDATTN_TUNED
   return pagedattn::TUNED_CLASS ? pagedattn::TUNED_WARPS : 0;

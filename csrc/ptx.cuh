@@ -215,6 +215,42 @@ PA_DEVICE void wait_for_primary() {
 #endif
 }
 
+/// Tell the blocks of this one's cluster that it has begun (sm_90). Every thread calls.
+PA_DEVICE void begin_in_cluster() {
+  PA_SM90_ASM("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+/// After `begin_in_cluster`, before the first store to another block: until all have begun.
+PA_DEVICE void wait_for_cluster_to_begin() {
+  PA_SM90_ASM("barrier.cluster.wait;" ::: "memory");
+}
+
+/// Every thread of the cluster; what they stored in each other's shared memory is readable then.
+PA_DEVICE void cluster_barrier() {
+  PA_SM90_ASM("barrier.cluster.arrive.release;" ::: "memory");
+  PA_SM90_ASM("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+/// Where the cluster's block number `block` has what this one has at `place`, in shared memory.
+PA_DEVICE unsigned address_in_block(int block, const void* place) {
+  unsigned there = 0;
+  PA_SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
+              : "=r"(there)
+              : "r"(shared_address(place)), "r"(block));
+  return there;
+}
+PA_DEVICE void store_in_block(int block, void* place, float4 value) {
+  PA_SM90_ASM("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                  address_in_block(block, place)),
+              "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+              : "memory");
+}
+PA_DEVICE void store_in_block(int block, void* place, float2 value) {
+  PA_SM90_ASM("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_in_block(block, place)),
+              "f"(value.x), "f"(value.y)
+              : "memory");
+}
+
 }  // namespace pagedattn
 #endif
 

@@ -32,21 +32,43 @@ inline bool lies_aligned(const pagedattn_params& p) {
          aligned(8, 2, p.out, p.out_token_stride, p.out_head_stride);
 }
 
-/// Launch; `after` lets the kernel start while the one before it in the stream still runs.
+/// What a launch says of itself besides its size.
+struct launch_kind {
+  bool after;   // it may start while the one before it in the stream still runs
+  int cluster;  // blocks that are one; 1: none are
+};
+
+/// The configuration of a launch, and where its one attribute is kept.
+struct launch_setup {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+
+  launch_setup(int64_t blocks, int threads, int shared, launch_kind kind, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    if (PAGEDATTN_TUNED < 90) return;  // knows neither
+    if (kind.cluster > 1) {
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = kind.cluster;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      config.numAttrs = 1;
+    } else if (kind.after) {
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      config.numAttrs = 1;
+    }
+  }
+  launch_setup(const launch_setup&) = delete;  // `config` points into it
+};
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch_tuned(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared,
-                         bool after, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = after && PAGEDATTN_TUNED >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+                         launch_kind kind, cudaStream_t stream, const Arguments&... arguments) {
+  const launch_setup setup(blocks, threads, shared, kind, stream);
+  return cudaLaunchKernelEx(&setup.config, kernel, arguments...);
 }
 
 /// How the copy engine finds the rows; false where it cannot.
@@ -65,6 +87,12 @@ inline bool describe(cache_maps& maps, const pagedattn_params& p) {
   return encode_map(maps.of[0], keys) && encode_map(maps.of[1], values);
 }
 
+/// Tokens that a sequence's rows see, at most.
+inline int64_t longest_seen(const pagedattn_params& p) {
+  const int64_t in_window = int64_t{p.window} + p.max_query_len;
+  return p.window > 0 && in_window < p.max_seq_len ? in_window : p.max_seq_len;
+}
+
 /// Whether keys and values should give way in the second-level cache to what they find there. (Of
 /// a prefix that sequences share the first one to read it then brings it for that one alone.)
 ///
@@ -75,98 +103,172 @@ inline bool describe(cache_maps& maps, const pagedattn_params& p) {
 inline bool reads_once(const pagedattn_params& p, int64_t tiles) {
   constexpr int64_t MOST_BYTES = 160 << 20;
   constexpr int64_t TOKEN_BYTES = 2 * HEAD_DIM * KV_BYTES;
-  int64_t longest = p.max_seq_len;
-  const int64_t seen = int64_t{p.window} + p.max_query_len;
-  if (p.window > 0 && seen < longest) longest = seen;
   // every tile of rows reads all of them again
-  return tiles == 1 && longest * p.num_seqs * p.num_kv_heads <= MOST_BYTES / TOKEN_BYTES;
+  return tiles == 1 && longest_seen(p) * p.num_seqs * p.num_kv_heads <= MOST_BYTES / TOKEN_BYTES;
 }
 
+/// One form of phase 1: how keys and values lie, how many tiles of rows share what is read, and
+/// whether the blocks of a row's partitions are a cluster.
+template <kv_order ORDER_, int TILES, bool CLUSTERED_>
+struct tuned_form {
+  static constexpr kv_order ORDER = ORDER_;
+  static constexpr bool CLUSTERED = CLUSTERED_;
+  static constexpr auto KERNEL = tuned_decode_kernel<ORDER, TILES, CLUSTERED>;
+  using memory = tuned_memory<ORDER, TILES>;
+  static constexpr int BYTES = CLUSTERED ? cluster_memory<memory>::BYTES : memory::BYTES;
+  static_assert(BYTES <= 227 * 1024, "more shared memory than a block can have");
+
+  static int64_t tiles(const pagedattn_params& p) {  // of a sequence
+    constexpr int ROWS = TILES * TILE_ROWS;
+    return (static_cast<int64_t>(p.max_query_len) * GROUP + ROWS - 1) / ROWS;
+  }
+
+  /// Blocks of the grid; -1: more than one holds.
+  static int64_t blocks(const pagedattn_params& p) {
+    const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
+    const int64_t parts = tiles(p) * p.num_splits, teams = TUNED_WARPS / p.team;
+    if (parts > 0 && pairs > MOST_BLOCKS / parts) return -1;
+    return (pairs * parts + teams - 1) / teams;
+  }
+
+  static launch_kind kind(const pagedattn_params& p) {
+    return {false, CLUSTERED ? p.num_splits : 1};
+  }
+};
+
 namespace {
-/// Have the current device allow what the kernel needs of shared memory; asked of each once.
-/// Unnamed, as the loader would give all libraries of a process one `allowed` otherwise, though
-/// each has a kernel of its own.
-template <kv_order ORDER, int TILES>
-cudaError_t allow_shared() {
+/// Have the current device allow what the kernel needs; asked of each once. Unnamed, as the loader
+/// would give all libraries of a process one `allowed` otherwise, though each has a kernel of its
+/// own.
+template <class Form>
+cudaError_t allow() {
   static std::atomic<uint64_t> allowed{0};
   int device = 0;
   cudaError_t code = cudaGetDevice(&device);
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (code != cudaSuccess || (allowed.load() & bit)) return code;
-  code = cudaFuncSetAttribute(tuned_decode_kernel<ORDER, TILES>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              tuned_memory<ORDER, TILES>::BYTES);
+  code = cudaFuncSetAttribute(Form::KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              Form::BYTES);
+  if (Form::CLUSTERED && code == cudaSuccess)
+    code = cudaFuncSetAttribute(Form::KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (code == cudaSuccess) allowed |= bit;
   return code;
 }
 }  // namespace
 
+/// Whether the device has room for the form's clusters, and the call takes no longer by them.
+///
+/// Fewer blocks find a place side by side in clusters, which need it close together: on an H200,
+/// which has 132 multiprocessors, 120 in clusters of four. Where a grid has more, some
+/// multiprocessors get two blocks and others none, and a call takes 5 % longer; where a warp has
+/// few items, that is less than what a merge's launch takes.
+template <class Form>
+bool has_room(const pagedattn_params& p) {
+  constexpr int64_t FEW_ITEMS = 8;
+  const int64_t blocks = Form::blocks(p);
+  if (blocks <= 0 || allow<Form>() != cudaSuccess) return false;
+  int device = 0, processors = 0, together = 0, clusters = 0;
+  const launch_setup one(p.num_splits, TUNED_THREADS, Form::BYTES, Form::kind(p), nullptr);
+  cudaError_t code = cudaGetDevice(&device);
+  if (code == cudaSuccess)
+    code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (code == cudaSuccess)
+    code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, Form::KERNEL, TUNED_THREADS,
+                                                         Form::BYTES);
+  if (code == cudaSuccess)
+    code = cudaOccupancyMaxActiveClusters(&clusters, Form::KERNEL, &one.config);
+  if (code != cudaSuccess || together == 0) return false;
+  const int64_t items = longest_seen(p) / (int64_t{ITEM} * TUNED_WARPS * p.num_splits);
+  // of a multiprocessor: all that fit, or no more than single blocks would need
+  const int64_t most = (blocks + processors - 1) / processors;
+  const int64_t there = items <= FEW_ITEMS || most > together ? together : most;
+  return blocks / p.num_splits <= clusters * there / together;
+}
+
 /// Phase 2 for the call's rows; `after`: behind phase 1, which may still run.
 template <class Shape>
 cudaError_t launch_merge(const pagedattn_params& p, bool after, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
-  return launch_tuned(tuned_merge_kernel<Shape>, rows * Shape::BLOCKS, Shape::THREADS, 0, after,
-                      stream, p);
+  return launch_tuned(tuned_merge_kernel<Shape>, rows * Shape::BLOCKS, Shape::THREADS, 0,
+                      {after, 1}, stream, p);
 }
 
-template <kv_order ORDER, int TILES>
+template <class Form>
 int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
-  constexpr int shared = tuned_memory<ORDER, TILES>::BYTES;
-  constexpr int ROWS_OF_TILES = TILES * TILE_ROWS;
-  const int64_t most_rows = static_cast<int64_t>(p.max_query_len) * GROUP;
-  const int64_t tiles = (most_rows + ROWS_OF_TILES - 1) / ROWS_OF_TILES;
-  const int64_t pairs = static_cast<int64_t>(p.num_seqs) * p.num_kv_heads;
-  const int64_t parts = tiles * p.num_splits;
   const int64_t rows = static_cast<int64_t>(p.num_tokens) * p.num_heads;
-  if (rows > MOST_BLOCKS / wide_merge::BLOCKS || (parts > 0 && pairs > MOST_BLOCKS / parts))
-    return PAGEDATTN_REFUSED;
+  const int64_t blocks = Form::blocks(p);
+  if (blocks < 0 || rows > MOST_BLOCKS / wide_merge::BLOCKS) return PAGEDATTN_REFUSED;
   cache_maps maps = {};
-  if (ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
-  cudaError_t code = allow_shared<ORDER, TILES>();
+  if (Form::ORDER == SWIZZLED && !describe(maps, p)) return PAGEDATTN_REFUSED;
+  cudaError_t code = allow<Form>();
   if (code != cudaSuccess) return code;
-  const int teams = TUNED_WARPS / p.team;
-  const int64_t blocks = (pairs * parts + teams - 1) / teams;
+  const bool after = blocks > 0;
   if (blocks > 0) {
-    code = launch_tuned(tuned_decode_kernel<ORDER, TILES>, blocks, TUNED_THREADS, shared, false,
-                        stream, p, maps, reads_once(p, tiles));
+    code = launch_tuned(Form::KERNEL, blocks, TUNED_THREADS, Form::BYTES, Form::kind(p), stream, p,
+                        maps, reads_once(p, Form::tiles(p)));
     if (code != cudaSuccess) return code;
   }
-  if (p.num_splits == 1) {  // written already, but for rows that only the tokens' starts tell of
+  // written already, but for rows that only the tokens' starts tell of
+  if (p.num_splits == 1 || Form::CLUSTERED) {
     if (!p.query_start_loc) return cudaSuccess;
-    return launch_tuned(tuned_rest_kernel, p.num_tokens, REST_THREADS, 0, blocks > 0, stream, p);
+    return launch_tuned(tuned_rest_kernel, p.num_tokens, REST_THREADS, 0, {after, 1}, stream, p);
   }
   // a fixed partition is for results that do not depend on how many rows and partitions there are
-  if (p.tokens_per_split > 0) return launch_merge<wide_merge>(p, blocks > 0, stream);
+  if (p.tokens_per_split > 0) return launch_merge<wide_merge>(p, after, stream);
   if (p.num_splits <= light_merge::SLOTS * light_merge::AHEAD)
-    return launch_merge<light_merge>(p, blocks > 0, stream);
-  return rows > FEW_ROWS ? launch_merge<wide_merge>(p, blocks > 0, stream)
-                         : launch_merge<narrow_merge>(p, blocks > 0, stream);
+    return launch_merge<light_merge>(p, after, stream);
+  return rows > FEW_ROWS ? launch_merge<wide_merge>(p, after, stream)
+                         : launch_merge<narrow_merge>(p, after, stream);
 }
 
-template <kv_order ORDER>
-int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+/// Give the form that serves the call to `use`, and return what that does, or PAGEDATTN_REFUSED
+/// where none does.
+template <kv_order ORDER, class Use>
+int with_rows(const pagedattn_params& p, const Use& use) {
   // with a fixed partition the batch must not choose the kernel, so only the argument's presence
   // does
   const bool sharing = p.tokens_per_split > 0
                            ? p.query_start_loc != nullptr
                            : static_cast<int64_t>(p.max_query_len) * GROUP > TILE_ROWS;
-  if (!sharing) return run_tuned<ORDER, 1>(p, stream);
+  if (p.clustered) {
+    // a fixed partition's result must not depend on how many there are; more rows leave no registers
+    if constexpr (PAGEDATTN_TUNED >= 90)
+      if (!sharing && p.num_splits > 1 && p.num_splits <= MOST_CLUSTERED &&
+          p.team == TUNED_WARPS && p.tokens_per_split == 0)
+        return use(tuned_form<ORDER, 1, true>{});
+    return PAGEDATTN_REFUSED;
+  }
+  if (!sharing) return use(tuned_form<ORDER, 1, false>{});
   if (p.team != TUNED_WARPS) return PAGEDATTN_REFUSED;
-  return run_tuned<ORDER, SHARING_TILES>(p, stream);
+  return use(tuned_form<ORDER, SHARING_TILES, false>{});
 }
 
-/// 0, an error, or PAGEDATTN_REFUSED where the call's memory does not lie as these kernels need it.
-inline int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+template <class Use>
+int with_form(const pagedattn_params& p, const Use& use) {
   if constexpr (TUNED_CLASS) {
     if (p.team < 1 || TUNED_WARPS % p.team != 0 || p.num_splits < 1 ||
         p.tokens_per_split % ITEM != 0 || !lies_aligned(p))
       return PAGEDATTN_REFUSED;
     constexpr kv_order IN_ROWS = item_place<ROWS>::SERVED ? ROWS : SWIZZLED;
-    if (lies_in_rows(p)) return run_tuned<IN_ROWS>(p, stream);
+    if (lies_in_rows(p)) return with_rows<IN_ROWS>(p, use);
     if constexpr (item_place<PACKED>::SERVED)
-      if (lies_packed(p)) return run_tuned<PACKED>(p, stream);
+      if (lies_packed(p)) return with_rows<PACKED>(p, use);
   }
   return PAGEDATTN_REFUSED;
+}
+
+/// 0, an error, or PAGEDATTN_REFUSED where the call's memory does not lie as these kernels need it.
+inline int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
+  return with_form(p, [&](auto form) { return run_tuned<decltype(form)>(p, stream); });
+}
+
+/// Whether the blocks of the call's partitions should merge them, as a cluster.
+inline bool clusters_serve(pagedattn_params p) {
+  p.clustered = 1;
+  return with_form(p, [&](auto form) -> int {
+           if constexpr (decltype(form)::CLUSTERED) return has_room<decltype(form)>(p);
+           else return 0;
+         }) == 1;
 }
 
 }  // namespace pagedattn

@@ -2,11 +2,11 @@
 // end, where the warps of a team (1 to all of a block's) merge what they have found.
 //
 // A team has one (sequence, KV head, tile of 8 query rows, partition), or, of more rows than these,
-// three tiles, which share what is read. Where a sequence has one partition the result is written
-// here, and no merge follows.
+// three tiles, which share what is read. Where a sequence has one partition, or its partitions'
+// blocks are a cluster, the result is written here, and no merge follows.
 #pragma once
 
-#include "tuned_results.cuh"
+#include "tuned_cluster.cuh"
 
 namespace pagedattn {
 
@@ -123,7 +123,7 @@ struct item_walk {
   }
 };
 
-template <kv_order ORDER, int TILES>
+template <kv_order ORDER, int TILES, bool CLUSTERED>
 __global__ void __launch_bounds__(TUNED_THREADS, 1)
     tuned_decode_kernel(pagedattn_params p, const __grid_constant__ cache_maps maps,
                         bool read_once) {
@@ -132,8 +132,9 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   __shared__ item_barriers barriers[TUNED_WARPS];
   __shared__ attention_partial states[TUNED_WARPS][TILES * TILE_ROWS];
   launch_dependents();
+  if constexpr (CLUSTERED) begin_in_cluster();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = warp % p.team;
-  team_work work = team_work::of<TILES>(p, warp);
+  team_work work = team_work::of<TILES, CLUSTERED>(p, warp);
   const bool exists = work.sequence < p.num_seqs;
   if (!exists) work.sequence = 0;  // it takes part in the block's barrier alone
 
@@ -176,6 +177,10 @@ __global__ void __launch_bounds__(TUNED_THREADS, 1)
   leave<ORDER>(reinterpret_cast<float*>(left), states[warp], mine, walk.bad, lane);
   if (p.team > 1) __syncthreads();
   else __syncwarp();
+  if constexpr (CLUSTERED) {
+    write_clustered<shared>(p, span, work, memory, states);
+    return;
+  }
   if (span.elsewhere) return;
   const int leader = warp - rank;
   unsigned char* const first = memory + leader * shared::LEFT_PITCH;

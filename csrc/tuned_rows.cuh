@@ -20,21 +20,22 @@ constexpr int TUNED_THREADS = TUNED_WARPS * 32;
 constexpr int SHARING_TILES = 3;
 
 /// Which part of the work is this warp's, by its team's index: KV head fastest, then TILES tiles of
-/// rows, partition, sequence.
+/// rows, partition, sequence; or the partition fastest, where a cluster has all of a row's.
 struct team_work {
   int kv_head, row_tile, split, sequence;  // row_tile: the first of them
 
-  template <int TILES>
+  template <int TILES, bool CLUSTERED>
   static PA_DEVICE team_work of(const pagedattn_params& p, int warp) {
     // unsigned: half the instructions of a division
     const unsigned tiles = ceil_div(p.max_query_len * GROUP, TILES * TILE_ROWS);
     const unsigned heads = p.num_kv_heads, splits = p.num_splits, team = p.team;
     unsigned index = blockIdx.x * (TUNED_WARPS / team) + warp / team;
     team_work w;
+    if constexpr (CLUSTERED) w.split = index % splits, index /= splits;
     w.kv_head = index % heads, index /= heads;
     w.row_tile = index % tiles * TILES, index /= tiles;
-    w.split = index % splits;
-    w.sequence = index / splits;
+    if constexpr (!CLUSTERED) w.split = index % splits, index /= splits;
+    w.sequence = index;
     return w;
   }
 

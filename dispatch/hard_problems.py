@@ -24,6 +24,7 @@ from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 UNTOUCHED = 7.0
 _PADS = (-1, 2**31 - 1)
 _LONG = 641  # tokens: on a GPU enough for more partitions than a merge of few takes
+_CAPTURED = 131072  # tokens: what a captured graph is told, however short the sequences are
 
 
 def make_call(problem: Problem, seed: int = 0) -> Call:
@@ -72,6 +73,9 @@ def make_calls(problem: Problem) -> Iterator[Call]:
     yield call
     if problem.few_queries or not problem.varlen_query:
         yield longest_alone(call)
+    if not problem.varlen_query:  # keys are then split, and merged, as if they were many
+        yield with_long_bound(call)
+        yield with_long_bound(longest_alone(call))
     # fewer rows, or more, may be another kernel's, or another form's
     for count in _other_counts(problem):
         yield make_call(replace(problem, few_queries=count, query_part="all"))
@@ -85,6 +89,16 @@ def _other_counts(problem: Problem) -> list[int]:
         return []
     # with one head a KV head the most that the other call has are few rows
     return [1, SHORT_QUERIES] if problem.group == 1 else [1]
+
+
+def with_long_bound(call: Call) -> Call:
+    """The call as an engine captures it for whatever may come."""
+    return replace(
+        call,
+        max_seq_len=_CAPTURED,
+        out=torch.full_like(call.out, math.nan),
+        lse=None if call.lse is None else torch.full_like(call.lse, math.nan),
+    )
 
 
 def longest_alone(call: Call) -> Call:

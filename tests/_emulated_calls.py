@@ -139,7 +139,8 @@ def lengths_at_the_end_of_int(problem: Problem) -> Call:
 
 
 #: A script; before it stand `paths` of libraries, their `dtype` and `head_dim`, the `warps` to run,
-#: and whether the `tuned` kernels. With `over` it ends by reading where it must not.
+#: how many clusters the device has `together`, and whether the `tuned` kernels. With `over` it ends
+#: by reading where it must not.
 OUTSIDE = """
 import ctypes, itertools, mmap
 import torch
@@ -177,8 +178,9 @@ for layout, window in itertools.product(("packed", "NHD", "HND"), (False, True))
             call.seq_lens[2] = bad
         tensors = {k: v for k, v in vars(call).items() if isinstance(v, torch.Tensor)}
         call = replace(call, **{k: guarded(v) for k, v in tensors.items()})
-        for library, warp in itertools.product(libraries, warps):
+        for library, warp, clusters in itertools.product(libraries, warps, together):
             library.emulation_configure(warp, 0)
+            library.emulation_clusters(clusters)
             runner = CudaRunner(library, problem)
             if tuned:
                 assert runner.tuned(call) == 0
@@ -196,6 +198,7 @@ def outside(
 ) -> str:
     """The script `OUTSIDE` for libraries whose queries and caches are of one type."""
     warps = (32,) if tuned else (32, 64)
-    values = f"{(paths, head_dim, warps, tuned, over)!r}"
-    names = f"paths, head_dim, warps, tuned, over = {values}"
+    together = (0, 1000) if tuned else (0,)
+    values = f"{(paths, head_dim, warps, together, tuned, over)!r}"
+    names = f"paths, head_dim, warps, together, tuned, over = {values}"
     return f"import torch\n{names}\ndtype = torch.{dtype}\n{OUTSIDE}"

@@ -38,6 +38,7 @@ _LIBRARY = """
 int pagedattn_abi(void) {{ return {abi}; }}
 const char *pagedattn_error(int code) {{ return code ? "failed" : "no error"; }}
 int pagedattn_tuned_warps(void) {{ return 0; }}
+int pagedattn_clustered(const void *call) {{ (void)call; return 0; }}
 int pagedattn_run(const float *from, float *to, long n) {{ {body} return 0; }}
 """
 _COMPILER = r"""

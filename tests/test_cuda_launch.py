@@ -29,6 +29,7 @@ extern "C" int pagedattn_run(const struct pagedattn_call* call) {
   return 0;
 }
 extern "C" int pagedattn_tuned_warps(void) { return 4; }
+extern "C" int pagedattn_clustered(const struct pagedattn_call*) { return 0; }
 extern "C" const char* pagedattn_error(int) { return ""; }
 """
 

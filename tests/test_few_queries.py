@@ -311,6 +311,17 @@ def test_calls_of_few_rows_and_of_many_are_proved(
     assert verify.judge(attend, problem).outcome == "ok"
 
 
+def test_decode_is_proved_with_a_bound_of_short_contexts_and_of_long_ones() -> None:
+    """The bound decides how keys are split, and what merges them."""
+    problem = replace(VARLEN, varlen_query=False)
+    calls = list(hard_problems.make_calls(problem))
+    assert [len(c.seq_lens) for c in calls] == [6, 1, 6, 1]
+    fits = [c.max_seq_len <= c.block_tables.shape[1] * problem.block_size for c in calls]
+    assert fits == [True, True, False, False]
+    assert all(bool(c.out.isnan().all()) for c in calls)
+    assert verify.judge(attend, problem).outcome == "ok"
+
+
 MISTAKES: dict[str, Callable[[Call], bool]] = {
     "one query token": lambda call: call.max_query_len == 1,
     "two": lambda call: call.max_query_len == 2,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagedattn.backends.protocol import Call, Write
 
-_VERSION = 3  # PAGEDATTN_ABI_VERSION
+_VERSION = 4  # PAGEDATTN_ABI_VERSION
 #: pagedattn_run: the tuned kernel does not serve the call as it lies in memory
 REFUSED = -16
 _DENSE = 30  # key_pack_shift where a key's elements lie side by side
@@ -34,7 +34,7 @@ _STRIDES = (
 _COUNTS = (
     "num_seqs", "num_tokens", "num_heads", "num_kv_heads", "max_blocks", "max_seq_len",
     "max_query_len", "window", "num_splits", "tokens_per_split", "team", "key_pack_shift",
-    "k_scale_count", "v_scale_count", "skip_longer",
+    "k_scale_count", "v_scale_count", "skip_longer", "clustered",
 )  # fmt: skip
 _NUMBERS = ("scale", "softcap", "k_scale_value", "v_scale_value")
 
@@ -61,6 +61,7 @@ def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes the types of a library's functions."""
     # no argtypes: ctypes hands bytes over as they are in half the time
     library.pagedattn_run.restype = ctypes.c_int
+    library.pagedattn_clustered.restype = ctypes.c_int
     library.pagedattn_tuned_warps.argtypes = []
     library.pagedattn_tuned_warps.restype = ctypes.c_int
     library.pagedattn_error.argtypes = [ctypes.c_int]
@@ -93,7 +94,7 @@ def params_of(call: Call, num_splits: int, tokens_per_split: int, team: int) -> 
         call.key_cache.shape[2 if call.kv_layout == "NHD" else 1], call.block_tables.shape[1],
         0, call.max_query_len, min(call.window or 0, _INT_MAX),
         num_splits, tokens_per_split, team, pack_shift(call), count(k_scale), count(v_scale),
-        call.query_part == "short",
+        call.query_part == "short", 0,
         call.scale, call.softcap or 0.0, _number(k_scale), _number(v_scale),
     )  # fmt: skip
 
@@ -106,7 +107,7 @@ def pack(shared: int, call: Call, workspace: int, stream: int) -> bytes:
     shared : where the `Params` are, which must outlive it too
     workspace : where float32 ``[num_splits * num_tokens * num_heads * (head_dim + 2)]`` is
         With ``query_part="short"`` num_seqs * max_query_len instead of num_tokens. 0 where
-        the tuned kernel has one partition.
+        the tuned kernel has one partition, or a cluster of blocks merges them.
     """
     longest = call.max_seq_len
     return _PACK_CALL(

@@ -38,7 +38,10 @@ for name in sys.argv[2:]:
 library.pagedattn_abi.restype = ctypes.c_int
 print("abi", library.pagedattn_abi(), flush=True)
 """
-_SYMBOLS = ("pagedattn_abi", "pagedattn_run", "pagedattn_error", "pagedattn_tuned_warps")
+_SYMBOLS = (
+    "pagedattn_abi", "pagedattn_run", "pagedattn_error", "pagedattn_tuned_warps",
+    "pagedattn_clustered",
+)  # fmt: skip
 
 
 class PassingFailure(BuildError):

@@ -114,10 +114,22 @@ class CudaRunner:
     def _plan(self, call: Call, kernels: str) -> _Plan:
         if kernels == "tuned":
             part = partition.tuned(call, self._problem, self._multiprocessors, self._warps)
+            few = partition.for_a_cluster(part, call, self._problem, self._multiprocessors)
+            if clustered := self._clustered(call, few):
+                return clustered
         else:
             part = partition.portable(call, self._problem, self._multiprocessors)
         params = params_of(call, *part)
         return _Plan(params, ctypes.addressof(params), _workspace_size(call, part))
+
+    def _clustered(self, call: Call, part: Partition) -> _Plan | None:
+        """A plan whose partitions are merged by their own blocks, where the device has room."""
+        if part.splits == 1:
+            return None
+        params = params_of(call, *part)
+        address = ctypes.addressof(params)
+        params.clustered = self._library.pagedattn_clustered(pack(address, call, 0, 0))
+        return _Plan(params, address, 0) if params.clustered else None
 
 
 def _workspace_size(call: Call, part: Partition) -> int:

@@ -31,6 +31,9 @@ SHARING_ROWS = 24  # of a block that walks several tiles of them, which share wh
 _BYTES_IN_FLIGHT = 65536
 #: items that a warp takes one after the other in less time than a merge takes, measured
 _ALONE = 3
+MOST_CLUSTERED = 16  # partitions that one cluster of blocks merges, as in csrc/tuned_cluster.cuh
+#: items of a warp, and share of the multiprocessors, with which it pays to have no more, measured
+_CLUSTERED_ITEMS, _CLUSTERED_SHARE = 4, 1 / 3
 
 
 class Partition(NamedTuple):
@@ -77,12 +80,10 @@ def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Par
 
     A team within a block merges in shared memory, several partitions through the workspace.
     """
-    tokens = max(1, call.max_seq_len)
     if call.batch_invariant:
+        tokens = max(1, call.max_seq_len)
         return Partition(-(-tokens // INVARIANT_TOKENS), INVARIANT_TOKENS, warps)
-    if call.window is not None:
-        tokens = min(tokens, call.window + call.max_query_len + ITEM)
-    items = -(-tokens // ITEM)
+    items = _items(call)
     if call.num_splits is not None:
         return Partition(max(1, min(call.num_splits, -(-items // warps))), 0, warps)
     rows = problem.group * call.max_query_len
@@ -104,3 +105,23 @@ def tuned(call: Call, problem: Problem, multiprocessors: int, warps: int) -> Par
         return Partition(workers // warps, 0, warps)
     team = 1 << (workers.bit_length() - 1)
     return Partition(1, 0, team)
+
+
+def for_a_cluster(part: Partition, call: Call, problem: Problem, multiprocessors: int) -> Partition:
+    """Fewer partitions than `tuned` says where that is no slower with a cluster that merges them,
+    as it saves a merge's launch. Otherwise `part`."""
+    if call.num_splits is not None or part.tokens:
+        return part
+    blocks = call.seq_lens.shape[0] * problem.num_kv_heads * MOST_CLUSTERED
+    few_items = _items(call) <= MOST_CLUSTERED * part.team * _CLUSTERED_ITEMS
+    if not few_items or blocks < multiprocessors * _CLUSTERED_SHARE:
+        return part
+    return part._replace(splits=min(part.splits, MOST_CLUSTERED))
+
+
+def _items(call: Call) -> int:
+    """Of the longest sequence that the call may have, as far as its rows see."""
+    tokens = max(1, call.max_seq_len)
+    if call.window is not None:
+        tokens = min(tokens, call.window + call.max_query_len + ITEM)
+    return -(-tokens // ITEM)

@@ -92,7 +92,10 @@ def unsupported_reasons(spec: Spec) -> list[str]:
     if spec.dtype not in QUERY_TYPES:
         reasons.append(f"queries of {spec.dtype} (it takes {', '.join(QUERY_TYPES)})")
     if spec.kv_dtype not in (spec.dtype, *QUANTISED_TYPES):
-        reasons.append(f"a cache of {spec.kv_dtype} under queries of {spec.dtype}")
+        taken = ", ".join((spec.dtype, *QUANTISED_TYPES))
+        reasons.append(
+            f"a cache of {spec.kv_dtype} under queries of {spec.dtype} (it takes {taken})"
+        )
     if spec.head_dim % HEAD_DIM_STEP or not 0 < spec.head_dim <= MAX_HEAD_DIM:
         reasons.append(
             f"head_dim is {spec.head_dim}, no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"

@@ -59,7 +59,7 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _DECODE = re.compile(r"decode_kernelILi(\d+)ELi(\d+)ENS_\d+values_(by_\w+?)ILi(\d+)E")
-_TUNED = re.compile(r"tuned_decode_kernelILNS_\d+kv_orderE(\d)ELi(\d)E")
+_TUNED = re.compile(r"tuned_decode_kernelILNS_\d+kv_orderE(\d)ELi(\d)ELb(\d)E")
 _MERGE = re.compile(r"merge_shapeILi(\d+)ELi(\d+)E")
 _ORDERS = ("packed", "rows", "swizzled")
 _WRITE = re.compile(r"cache_write_kernelILi(\d+)E")
@@ -111,7 +111,8 @@ def _short(symbol: str) -> str:
             return f"tuned merge dims={shape[1]} warps={shape[2]}"
         if order is None:
             return "tuned rest" if "rest_kernel" in symbol else symbol
-        return f"tuned decode {_ORDERS[int(order[1])]}" + (" sharing" if int(order[2]) > 1 else "")
+        form = " sharing" if int(order[2]) > 1 else " clustered" if order[3] == "1" else ""
+        return f"tuned decode {_ORDERS[int(order[1])]}{form}"
     match = _DECODE.search(symbol)
     if match is None:
         write = _WRITE.search(symbol)
@@ -157,7 +158,9 @@ def test_tuned_kernels_keep_all_in_registers(name: str, arch: str) -> None:
     found = compile_tuned(name, arch)
     assert [kernel.startswith("tuned merge dims=") for kernel in found].count(True) == 3
     assert [kernel.endswith(" sharing") for kernel in found].count(True) == 2
-    assert len(found) == 8
+    clustered = [kernel for kernel in found if kernel.endswith(" clustered")]
+    assert len(clustered) == (2 if arch == "sm_90" else 0)
+    assert len(found) == 8 + len(clustered)
     for kernel, figures in found.items():
         crowded = kernel.endswith(" sharing") and TUNED_CLASSES[name].head_dim == 256
         assert figures["stack"] <= (SHARING_STACK if crowded else 0), f"{kernel} spills"

@@ -60,7 +60,7 @@ constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1,
 
 namespace emulation {
 
-enum class waits { nothing, block, warp, event, ended };
+enum class waits { nothing, block, warp, cluster, event, ended };
 
 struct fibre {
   ucontext_t context;
@@ -168,10 +168,17 @@ inline void tell_of_deadlock() {
   tell("threads wait for others that never come (a barrier or shuffle under a condition)");
 }
 
-/// A block to its end; false where its threads wait for one another for ever.
-inline bool run_block() {
-  const int threads = static_cast<int>(fibres.size());
+inline void begin_block() {
   for (fibre& f : fibres) f.started = false, f.state = waits::nothing;
+  for (const auto step : at_block_start) step();
+}
+
+/// Where a block stops: at its end, where it meets its cluster, or as its threads wait for one
+/// another for ever.
+enum class stop_at { end, cluster, deadlock };
+
+inline stop_at run_block() {
+  const int threads = static_cast<int>(fibres.size());
   for (;;) {
     volatile bool moved = false;
     const int warps = (threads + warp_size - 1) / warp_size;
@@ -184,14 +191,24 @@ inline bool run_block() {
       }
     }
     if (release(0, threads, waits::block)) moved = true;
-    bool over = true;
-    for (const fibre& f : fibres) over = over && f.state == waits::ended;
-    if (over) return true;
+    int ended = 0, met = 0;
+    for (const fibre& f : fibres) ended += f.state == waits::ended, met += f.state == waits::cluster;
+    if (ended == threads || met == threads) {
+      if (met == 0) for (const auto step : at_block_end) step();
+      return met == 0 ? stop_at::end : stop_at::cluster;
+    }
     if (!moved) {
       tell_of_deadlock();
-      return false;
+      return stop_at::deadlock;
     }
   }
+}
+
+inline void make_fibres(unsigned threads) {
+  if (fibres.size() == threads) return;
+  fibres = std::vector<fibre>(threads);
+  for (fibre& f : fibres) f.stack.reset(new char[STACK_BYTES]);
+  exchange.assign(threads, 0);
 }
 
 /// A value of another lane of the hardware warp, all of whose lanes exchange at once.
@@ -208,23 +225,26 @@ T shuffle(unsigned long long mask, T value, int lane_of_warp) {
   return got;
 }
 
-inline cudaError_t launch(dim3 grid, dim3 block) {
-  if (grid.x == 0 || block.x == 0 || block.x * block.y * block.z > 1024)
+/// Launch with `cluster` consecutive blocks in a cluster: see emulated_cluster.h.
+inline bool run_cluster(dim3 first, int blocks, unsigned threads);
+
+inline cudaError_t launch(dim3 grid, dim3 block, int cluster = 1) {
+  if (grid.x == 0 || block.x == 0 || block.x * block.y * block.z > 1024 ||
+      grid.x % cluster != 0)
     return cudaErrorInvalidConfiguration;
   gridDim = grid, blockDim = block;
   const unsigned threads = block.x * block.y * block.z;
-  if (fibres.size() != threads) {
-    fibres = std::vector<fibre>(threads);
-    for (fibre& f : fibres) f.stack.reset(new char[STACK_BYTES]);
-    exchange.assign(threads, 0);
-  }
+  make_fibres(threads);
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) {
+      for (unsigned x = 0; x < grid.x; x += cluster) {
         blockIdx = dim3(x, y, z);
-        for (const auto step : at_block_start) step();
-        if (!run_block()) return cudaErrorLaunchFailure;
-        for (const auto step : at_block_end) step();
+        if (cluster > 1) {
+          if (!run_cluster(blockIdx, cluster, threads)) return cudaErrorLaunchFailure;
+          continue;
+        }
+        begin_block();
+        if (run_block() != stop_at::end) return cudaErrorLaunchFailure;
       }
   return fault ? cudaErrorLaunchFailure : cudaSuccess;
 }
@@ -341,4 +361,4 @@ extern "C" inline __attribute__((used)) void emulation_configure(int warp_size, 
 }
 extern "C" inline __attribute__((used)) const char* emulation_fault() { return emulation::fault; }
 
-#include "emulated_launch.h"
+#include "emulated_cluster.h"

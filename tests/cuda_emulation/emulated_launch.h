@@ -26,6 +26,10 @@ inline size_t dynamic_bytes = 0;        // of the launch that is running
 inline std::map<void (*)(), size_t> most_dynamic_bytes;
 inline int capability = 9, multiprocessors = 4;
 inline int threads_of_last_launch = 0;  // of a block
+inline int most_clustered = 0;          // blocks of a cluster, of the launches since the last ask
+inline int clusters_together = 0;       // that the device runs at a time
+inline std::vector<void (*)()> with_large_clusters;  // kernels that asked for them
+constexpr int PORTABLE_CLUSTER = 8, LARGE_CLUSTER = 16;
 
 inline unsigned char* shared_start() {
   const size_t bytes = (dynamic_bytes + 1023) / 1024 * 1024;  // for its alignment
@@ -64,7 +68,8 @@ inline const bool shared_is_watched = [] {
 }();
 
 template <class... P>
-cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared) {
+cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
+                          int cluster = 1) {
   const auto asked = most_dynamic_bytes.find(reinterpret_cast<void (*)()>(kernel));
   const size_t most = asked == most_dynamic_bytes.end() ? UNASKED_DYNAMIC_BYTES : asked->second;
   if (shared > most) {
@@ -73,7 +78,15 @@ cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
   }
   dynamic_bytes = shared;
   threads_of_last_launch = static_cast<int>(block.x);
-  return launch(grid, block);
+  most_clustered = max(most_clustered, cluster);
+  const auto& asked_large = with_large_clusters;
+  const bool large = std::find(asked_large.begin(), asked_large.end(),
+                               reinterpret_cast<void (*)()>(kernel)) != asked_large.end();
+  if (cluster > (large ? LARGE_CLUSTER : PORTABLE_CLUSTER) || (cluster > 1 && capability < 9)) {
+    tell("a cluster larger than the device or cudaFuncSetAttribute allows");
+    return cudaErrorInvalidValue;
+  }
+  return launch(grid, block, cluster);
 }
 
 }  // namespace emulation
@@ -92,10 +105,14 @@ cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void**
 
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeIgnore = 0,
+  cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 union cudaLaunchAttributeValue {
   char pad[64];
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
   int programmaticStreamSerializationAllowed;
 };
 struct cudaLaunchAttribute {
@@ -110,20 +127,35 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-/// Launches run one after the other, so that no attribute has an effect.
+/// Blocks of a cluster: x of what the launch says, else 1.
+inline int cluster_of(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension)
+      return static_cast<int>(config.attrs[i].val.clusterDim.x);
+  return 1;
+}
+
+/// Launches run one after the other, so that only clusters have an effect.
 template <class... P, class... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...),
                                Given&&... arguments) {
   const std::tuple<P...> kept(std::forward<Given>(arguments)...);
   emulation::body = [=] { std::apply(kernel, kept); };
   return emulation::launch_kernel(kernel, config->gridDim, config->blockDim,
-                                  config->dynamicSmemBytes);
+                                  config->dynamicSmemBytes, cluster_of(*config));
 }
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 10,
+};
 
 template <class... P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    if (value) emulation::with_large_clusters.push_back(reinterpret_cast<void (*)()>(kernel));
+    return cudaSuccess;
+  }
   if (value < 0 || static_cast<size_t>(value) > emulation::MOST_DYNAMIC_BYTES) {
     emulation::tell("more dynamic shared memory asked for than a block can have");
     return cudaErrorInvalidValue;
@@ -157,6 +189,30 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
+template <class... P>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(P...), int,
+                                                          size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+
+/// As many as the test has said; they must not be more than the launch could have.
+template <class... P>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(P...),
+                                           const cudaLaunchConfig_t* config) {
+  if (config->gridDim.x % cluster_of(*config) != 0) return cudaErrorInvalidValue;
+  *clusters = emulation::clusters_together;
+  return cudaSuccess;
+}
+
+// How many clusters, of any size, the device runs at a time.
+extern "C" inline __attribute__((used)) void emulation_clusters(int together) {
+  emulation::clusters_together = together;
+}
+// Blocks of the largest cluster since the last call; 1 where no launch had any.
+extern "C" inline __attribute__((used)) int emulation_most_clustered() {
+  return std::exchange(emulation::most_clustered, 0);
+}
 // The device that the runtime tells of: its compute capability's major number, its size.
 extern "C" inline __attribute__((used)) void emulation_capability(int major) {
   emulation::capability = major;

@@ -5,6 +5,9 @@ extern "C" int pagedattn_run(const pagedattn_call* call) {
   return pagedattn::run_tuned(pagedattn::params_of(*call),
                               static_cast<cudaStream_t>(call->stream));
 }
+extern "C" int pagedattn_clustered(const pagedattn_call* call) {
+  return pagedattn::clusters_serve(pagedattn::params_of(*call));
+}
 extern "C" const char* pagedattn_error(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
