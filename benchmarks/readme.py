@@ -37,7 +37,8 @@ def newest(pattern: str) -> dict[str, Any] | None:
 def results() -> str:
     """The README's section, Markdown."""
     parts = [
-        _decode(), _more(), _portable(), _plain_torch(), _gpu_overheads(), _cpu(), _overheads(),
+        _decode(), _short(), _more(), _portable(), _plain_torch(), _gpu_overheads(), _cpu(),
+        _overheads(),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -68,6 +69,25 @@ def _decode() -> str:
         f"{record['environment']['device']}: µs by graph replay with a cold L2, in brackets the "
         f"share of the read ceiling of that run ({limits['read_tbps']:.2f} TB/s; a graph of one "
         f"trivial kernel takes {limits['empty_graph_us']:.1f} µs).\n\n"
+        + _table(lines)
+        + f"\n\n{_source(record)}."
+    )
+
+
+def _short() -> str:
+    """Contexts in which microseconds count, with a decimal."""
+    record = newest("nvidia-h200-decode-short")
+    if record is None:
+        return ""
+    rows = [r for r in record["rows"] if r["kv_dtype"] == "fp16"]
+    shapes = list(dict.fromkeys((r["batch"], r["context"]) for r in rows))
+    head = ["layout", *(f"{b} × {c:,}" for b, c in shapes)]
+    lines = [head, ["---"] * len(head)]
+    for layout in dict.fromkeys(r["layout"] for r in rows):
+        lines.append([layout, *(f"{r['us_median']:.1f}" for r in rows if r["layout"] == layout)])
+    return (
+        "Short contexts on `cuda`, in a later run (µs, as above; a trivial kernel "
+        f"{record['ceilings']['empty_graph_us']:.1f}):\n\n"
         + _table(lines)
         + f"\n\n{_source(record)}."
     )
