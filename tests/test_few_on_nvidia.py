@@ -15,9 +15,14 @@ from _backends import small_problem
 from _platforms import PLATFORMS
 
 from pagedattn import chain, registry, verify
+from pagedattn.backends.cuda import binary_cache, compile
+from pagedattn.backends.cuda.abi import ABI
 from pagedattn.backends.cuda.backend import CudaBackend
+from pagedattn.backends.cuda.binary_cache import Binary
+from pagedattn.backends.cuda.spec import spec_of
+from pagedattn.backends.cuda.toolchain import Toolchain
 from pagedattn.backends.errors import BackendUnavailable
-from pagedattn.backends.facts import Facts
+from pagedattn.backends.facts import CompilerFacts, Facts
 from pagedattn.backends.protocol import Built, Problem, Runner
 from pagedattn.probe import probe
 from pagedattn.record import Binding
@@ -69,6 +74,22 @@ def test_tiles_share_a_read_where_they_were_measured(tmp_path: Path) -> None:
     problem = replace(ON_NVIDIA, num_heads=24, num_kv_heads=4)
     assert CudaBackend().few_queries(problem, facts) == 1
     assert CudaBackend().few_queries(replace(problem, num_heads=4), facts) == 8
+
+
+def test_a_library_without_tuned_kernels_leaves_calls_to_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an nvcc before CUDA 12 makes it."""
+    facts, cuda = _facts(tmp_path), CudaBackend()
+    decode = replace(ON_NVIDIA, varlen_query=False)
+    for version, told in (("12.0", None), ("11.8", "CUDA before 12"), ("13.0", None)):
+        compiler = CompilerFacts("nvcc", "/usr/bin/nvcc", version=version)
+        key = compile.key_of(Toolchain(compiler, "sm_90"), spec_of(ON_NVIDIA), ABI)
+        kept = Binary(tmp_path / "kernels.so", key.made_of(), "today", 1.0)
+        monkeypatch.setattr(binary_cache, "listing", lambda kept=kept: [kept])
+        reason = cuda.step_back_reason(decode, facts)
+        assert (reason is None) if told is None else (told in str(reason))
+        assert (cuda.few_queries(ON_NVIDIA, facts) > 0) == (told is None)
 
 
 def _resolve(

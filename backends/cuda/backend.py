@@ -190,7 +190,11 @@ def _untuned_reason(problem: Problem, facts: Facts) -> str | None:
     arch = toolchains.arch_of(facts, device_of(facts, problem.device))
     if arch is None or not toolchains.tuned_for(arch):
         return f"there is no tuned kernel for {arch or 'this device'}"
-    return untuned_reason(spec_of(problem), problem.kv_layout)
+    spec = spec_of(problem)
+    kept = binary_cache.find(spec, source.content_hash(), ABI, arch)
+    if kept is not None and not toolchains.has_tuned(kept.made_of["flags"]):
+        return "the library is of a CUDA before 12, which compiles no tuned kernel"
+    return untuned_reason(spec, problem.kv_layout)
 
 
 def _policy() -> str:

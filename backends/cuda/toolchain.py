@@ -69,6 +69,11 @@ def tuned_for(arch: str) -> str | None:
     return found[1] if found else None
 
 
+def has_tuned(flags: Sequence[str]) -> bool:
+    """Whether a binary of these `Toolchain.flags` holds the tuned kernels."""
+    return any(flag.startswith("-DPAGEDATTN_TUNED=") for flag in flags)
+
+
 def _tuned(arch: str, version: str | None) -> tuple[str, ...]:
     """The option that adds the tuned kernels, where nvcc knows what they are written with (tensor
     maps, bulk copies: CUDA 12)."""
