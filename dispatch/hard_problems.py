@@ -73,7 +73,8 @@ def make_calls(problem: Problem) -> Iterator[Call]:
     yield call
     if problem.few_queries or not problem.varlen_query:
         yield longest_alone(call)
-    if not problem.varlen_query:  # keys are then split, and merged, as if they were many
+    # on a GPU the bound decides how keys are split, and what merges them
+    if not problem.varlen_query and problem.device_type != "cpu":
         yield with_long_bound(call)
         yield with_long_bound(longest_alone(call))
     # fewer rows, or more, may be another kernel's, or another form's

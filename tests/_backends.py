@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 class FakeBackend:
     """A backend that is right unless `load_fails` or `run_fails` says how it is not.
 
-    journal : a file that gets a line for each load and each run (of one sequence: "alone"; with
-        a bound beyond the table: "long"), whichever process does it
+    journal : a file that gets a line for each load and each run (of one sequence: "alone"),
+        whichever process does it
     """
 
     name: str
@@ -65,10 +65,7 @@ class FakeBackend:
         return self.run
 
     def run(self, call: Call) -> None:
-        if call.max_seq_len > 16 * call.block_tables.shape[1]:  # as `small_problem` has blocks
-            self._note("long")
-        else:
-            self._note("run" if call.seq_lens.numel() > 1 else "alone")
+        self._note("run" if call.seq_lens.numel() > 1 else "alone")
         attend(call)
         if self.run_fails == "wrong":
             call.out.mul_(1.01)

@@ -311,15 +311,18 @@ def test_calls_of_few_rows_and_of_many_are_proved(
     assert verify.judge(attend, problem).outcome == "ok"
 
 
-def test_decode_is_proved_with_a_bound_of_short_contexts_and_of_long_ones() -> None:
-    """The bound decides how keys are split, and what merges them."""
+def test_on_a_gpu_decode_is_proved_with_bounds_of_short_contexts_and_of_long_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = replace(VARLEN, varlen_query=False)
+    assert len(list(hard_problems.make_calls(problem))) == 2
+    problem = replace(problem, device="cuda:0")
+    monkeypatch.setattr(hard_problems, "on_device", lambda call, _: call)
     calls = list(hard_problems.make_calls(problem))
     assert [len(c.seq_lens) for c in calls] == [6, 1, 6, 1]
     fits = [c.max_seq_len <= c.block_tables.shape[1] * problem.block_size for c in calls]
     assert fits == [True, True, False, False]
     assert all(bool(c.out.isnan().all()) for c in calls)
-    assert verify.judge(attend, problem).outcome == "ok"
 
 
 MISTAKES: dict[str, Callable[[Call], bool]] = {
