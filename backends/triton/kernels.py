@@ -239,7 +239,7 @@ def merge(
     if VARLEN:
         sequence = sequence_of(starts_ptr, token, num_seqs)
         query_len = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
-        owned = token < tl.load(starts_ptr + num_seqs)
+        owned = (token >= tl.load(starts_ptr)) & (token < tl.load(starts_ptr + num_seqs))
         if owned & (query_len > decode_queries) & (max_queries > decode_queries):
             return  # written by the prefill kernel
         too_many = owned & (query_len > max_queries)

@@ -16,6 +16,7 @@ import torch
 import pagedattn
 from pagedattn import verify
 from pagedattn.backends.protocol import Call, KVLayout, Problem
+from pagedattn.hard_problems import make_call
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
@@ -206,6 +207,29 @@ def test_tokens_of_no_sequence_at_all() -> None:
     assert torch.equal(call.out, torch.zeros_like(call.out))
     assert call.lse is not None
     assert bool((call.lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tokens_before_the_first_sequence_are_of_none(splits: int) -> None:
+    """Which the host of a GPU cannot see: their results are zeros, as of those behind the last."""
+    problem = replace(BASE, varlen_query=True)
+    call = replace(make_call(problem), num_splits=splits)
+    runner = TritonBackend().load(problem)
+    runner(call)
+    assert call.query_start_loc is not None
+    query = torch.cat([call.query[:2], call.query])
+    later = replace(
+        call, query=query, out=torch.full_like(query, math.nan),
+        lse=torch.full(query.shape[:2], math.nan), query_start_loc=call.query_start_loc + 2,
+        host_query_start=None,
+    )  # fmt: skip
+    runner(later)
+    assert later.lse is not None
+    assert call.lse is not None
+    torch.testing.assert_close(later.out[2:], call.out, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(later.lse[2:], call.lse, rtol=0, atol=0, equal_nan=True)
+    assert not bool(later.out[:2].any())
+    assert bool((later.lse[:2] == -math.inf).all())
 
 
 def test_what_a_call_leaves_serves_others_of_its_shapes_and_no_other_bounds() -> None:
