@@ -86,8 +86,8 @@ def _short() -> str:
     for layout in dict.fromkeys(r["layout"] for r in rows):
         lines.append([layout, *(f"{r['us_median']:.1f}" for r in rows if r["layout"] == layout)])
     return (
-        "Short contexts on `cuda`, in a later run (µs, as above; a trivial kernel "
-        f"{record['ceilings']['empty_graph_us']:.1f}):\n\n"
+        "Short contexts on `cuda`, whose parts are merged in the same launch since the table above "
+        f"was measured (µs; a trivial kernel {record['ceilings']['empty_graph_us']:.1f}):\n\n"
         + _table(lines)
         + f"\n\n{_source(record)}."
     )

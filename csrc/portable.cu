@@ -86,9 +86,7 @@ extern "C" const char* pagedattn_error(int code) {
 
 extern "C" int pagedattn_clustered(const pagedattn_call* call) {
 #ifdef PAGEDATTN_TUNED
-  const int serve = pagedattn::clusters_serve(pagedattn::params_of(*call)) ? 1 : 0;
-  cudaGetLastError();  // a question that the device does not answer is no caller's error
-  return serve;
+  return pagedattn::clusters_serve(pagedattn::params_of(*call));
 #else
   (void)call;
   return 0;

@@ -16,7 +16,7 @@ constexpr bool TUNED_CLASS = TUNED_TYPES && HEAD_DIM % 16 == 0;
 /// The packed layout, a block's keys and values of a head each one dense run.
 inline bool lies_packed(const pagedattn_params& p) {
   return (1 << p.key_pack_shift) == CHUNK && p.key_token_stride == CHUNK &&
-         p.key_chunk_stride == BLOCK_SIZE * CHUNK && p.value_token_stride == 1 &&
+         (CHUNKS == 1 || p.key_chunk_stride == BLOCK_SIZE * CHUNK) && p.value_token_stride == 1 &&
          p.value_dim_stride == BLOCK_SIZE;
 }
 
@@ -35,7 +35,7 @@ inline bool lies_aligned(const pagedattn_params& p) {
 /// What a launch says of itself besides its size.
 struct launch_kind {
   bool after;   // it may start while the one before it in the stream still runs
-  int cluster;  // blocks that are one; 1: none are
+  int cluster;  // blocks of each cluster; 1: there are none
 };
 
 /// The configuration of a launch, and where its one attribute is kept.
@@ -49,7 +49,7 @@ struct launch_setup {
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &attribute;
-    if (PAGEDATTN_TUNED < 90) return;  // knows neither
+    if (PAGEDATTN_TUNED < 90) return;  // there is neither attribute
     if (kind.cluster > 1) {
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim.x = kind.cluster;
@@ -156,20 +156,22 @@ cudaError_t allow() {
 }
 }  // namespace
 
-/// Whether the device has room for the form's clusters, and the call takes no longer by them.
+/// Whether the call's clusters run side by side on the device, so that they cost no more than the
+/// merge's launch that they save.
 ///
-/// Fewer blocks find a place side by side in clusters, which need it close together: on an H200,
-/// which has 132 multiprocessors, 120 in clusters of four. Where a grid has more, some
-/// multiprocessors get two blocks and others none, and a call takes 5 % longer; where a warp has
-/// few items, that is less than what a merge's launch takes.
+/// A cluster's blocks lie close together, so that fewer find a place: on an H200, which has 132
+/// multiprocessors, 120 in clusters of four. Where a grid has more, some multiprocessors get two
+/// blocks and others none, and a call takes 5 % longer; where a warp has few items, that is less
+/// than the launch.
 template <class Form>
 bool has_room(const pagedattn_params& p) {
   constexpr int64_t FEW_ITEMS = 8;
   const int64_t blocks = Form::blocks(p);
-  if (blocks <= 0 || allow<Form>() != cudaSuccess) return false;
+  if (blocks <= 0) return false;
   int device = 0, processors = 0, together = 0, clusters = 0;
   const launch_setup one(p.num_splits, TUNED_THREADS, Form::BYTES, Form::kind(p), nullptr);
-  cudaError_t code = cudaGetDevice(&device);
+  cudaError_t code = allow<Form>();
+  if (code == cudaSuccess) code = cudaGetDevice(&device);
   if (code == cudaSuccess)
     code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (code == cudaSuccess)
@@ -177,9 +179,10 @@ bool has_room(const pagedattn_params& p) {
                                                          Form::BYTES);
   if (code == cudaSuccess)
     code = cudaOccupancyMaxActiveClusters(&clusters, Form::KERNEL, &one.config);
+  if (code != cudaSuccess) cudaGetLastError();  // it is no error of the caller's
   if (code != cudaSuccess || together == 0) return false;
   const int64_t items = longest_seen(p) / (int64_t{ITEM} * TUNED_WARPS * p.num_splits);
-  // of a multiprocessor: all that fit, or no more than single blocks would need
+  // blocks that a multiprocessor may get: as many as fit, or no more than without clusters
   const int64_t most = (blocks + processors - 1) / processors;
   const int64_t there = items <= FEW_ITEMS || most > together ? together : most;
   return blocks / p.num_splits <= clusters * there / together;
@@ -231,7 +234,8 @@ int with_rows(const pagedattn_params& p, const Use& use) {
                            ? p.query_start_loc != nullptr
                            : static_cast<int64_t>(p.max_query_len) * GROUP > TILE_ROWS;
   if (p.clustered) {
-    // a fixed partition's result must not depend on how many there are; more rows leave no registers
+    // with a fixed partition the result must not depend on how many there are; and a form of several
+    // tiles has no registers left for it
     if constexpr (PAGEDATTN_TUNED >= 90)
       if (!sharing && p.num_splits > 1 && p.num_splits <= MOST_CLUSTERED &&
           p.team == TUNED_WARPS && p.tokens_per_split == 0)
@@ -262,9 +266,11 @@ inline int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
   return with_form(p, [&](auto form) { return run_tuned<decltype(form)>(p, stream); });
 }
 
-/// Whether the blocks of the call's partitions should merge them, as a cluster.
+/// Whether the blocks of the call's partitions should merge them, as a cluster. No address decides:
+/// it is asked once for all calls of the same shapes.
 inline bool clusters_serve(pagedattn_params p) {
   p.clustered = 1;
+  p.query = p.key_cache = p.value_cache = p.out = nullptr;
   return with_form(p, [&](auto form) -> int {
            if constexpr (decltype(form)::CLUSTERED) return has_room<decltype(form)>(p);
            else return 0;

@@ -8,7 +8,7 @@
 
 namespace pagedattn {
 
-constexpr int MOST_CLUSTERED = 16;  // blocks of a cluster, where the device allows more than 8
+constexpr int MOST_CLUSTERED = 16;  // blocks of a cluster; more than 8 must be asked for
 
 /// What a block gets from all of its cluster: of its share of the tile's rows the weighted values,
 /// four dimensions a piece, and every row's state. It lies behind the rest of its shared memory.
@@ -68,6 +68,7 @@ PA_DEVICE void write_clustered(const pagedattn_params& p, const sequence_span& s
     const int piece = work.split * share + i;
     const int tile_row = piece / shared::PIECES, dim = piece % shared::PIECES * 4;
     const query_row row = work.row(p, span, tile_row);
+    if (row.token < 0) continue;  // outside the call's tokens, as no host has checked their starts
     attention_partial state = identity();
 #pragma unroll 4
     for (int b = 0; b < blocks; ++b)

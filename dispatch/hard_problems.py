@@ -23,7 +23,7 @@ from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 #: what the results of a part hold beforehand: it must stay in the rows of the other part
 UNTOUCHED = 7.0
 _PADS = (-1, 2**31 - 1)
-_LONG = 641  # tokens: on a GPU enough for more partitions than a merge of few takes
+_LONG = 641  # tokens: on a GPU enough for several partitions
 _CAPTURED = 131072  # tokens: what a captured graph is told, however short the sequences are
 
 
@@ -73,13 +73,23 @@ def make_calls(problem: Problem) -> Iterator[Call]:
     yield call
     if problem.few_queries or not problem.varlen_query:
         yield longest_alone(call)
+    # fewer rows, or more, may be another kernel's, or another form's
+    counts = _other_counts(problem)
+    for count in counts:
+        yield _of_count(problem, count)
+    if problem.device_type == "cpu":
+        return
     # on a GPU the bound decides how keys are split, and what merges them
-    if not problem.varlen_query and problem.device_type != "cpu":
+    if problem.few_queries or not problem.varlen_query:
         yield with_long_bound(call)
         yield with_long_bound(longest_alone(call))
-    # fewer rows, or more, may be another kernel's, or another form's
-    for count in _other_counts(problem):
-        yield make_call(replace(problem, few_queries=count, query_part="all"))
+    if counts:
+        yield with_long_bound(_of_count(problem, counts[0]))
+
+
+def _of_count(problem: Problem, count: int) -> Call:
+    """A call with up to so many query tokens of a sequence."""
+    return make_call(replace(problem, few_queries=count, query_part="all"))
 
 
 def _other_counts(problem: Problem) -> list[int]:

@@ -319,10 +319,14 @@ def test_on_a_gpu_decode_is_proved_with_bounds_of_short_contexts_and_of_long_one
     problem = replace(problem, device="cuda:0")
     monkeypatch.setattr(hard_problems, "on_device", lambda call, _: call)
     calls = list(hard_problems.make_calls(problem))
-    assert [len(c.seq_lens) for c in calls] == [6, 1, 6, 1]
+    assert [len(c.seq_lens) for c in calls] == [6, 1, 6, 1]  # the last two once more
     fits = [c.max_seq_len <= c.block_tables.shape[1] * problem.block_size for c in calls]
     assert fits == [True, True, False, False]
     assert all(bool(c.out.isnan().all()) for c in calls)
+    for few in (0, 4):
+        calls = list(hard_problems.make_calls(replace(problem, varlen_query=True, few_queries=few)))
+        bounds = [c.max_query_len for c in calls if c.max_seq_len > 100_000]
+        assert bounds == ([4, 4, 1] if few else [1])
 
 
 MISTAKES: dict[str, Callable[[Call], bool]] = {

@@ -32,7 +32,8 @@ _BYTES_IN_FLIGHT = 65536
 #: items that a warp takes one after the other in less time than a merge takes, measured
 _ALONE = 3
 MOST_CLUSTERED = 16  # partitions that one cluster of blocks merges, as in csrc/tuned_cluster.cuh
-#: items of a warp, and share of the multiprocessors, with which it pays to have no more, measured
+#: fewer partitions for a cluster pay where a warp then has at most so many items, and the clusters
+#: take such a share of the multiprocessors; measured
 _CLUSTERED_ITEMS, _CLUSTERED_SHARE = 4, 1 / 3
 
 

@@ -67,21 +67,54 @@ inline unsigned char* in_block(int rank, void* place, size_t bytes) {
   return rank == rank_in_cluster ? here : cluster[rank].shared.data() + offset;
 }
 
+inline void check_cluster_has_begun();
+
 template <class T>
 void store(int rank, void* place, T value) {
   if (reinterpret_cast<uintptr_t>(place) % sizeof(T) != 0) tell("a store that is not aligned");
+  check_cluster_has_begun();
   if (unsigned char* const there = in_block(rank, place, sizeof(T)))
     memcpy(there, &value, sizeof(T));
 }
 
 }  // namespace emulation
 
+namespace emulation {
+
+/// How far a thread of the running block is: on a device a store may come before another block has
+/// begun, which here all have.
+enum class cluster_step { none, began, waited };
+inline std::vector<cluster_step> cluster_steps;
+
+inline const bool steps_start_anew = [] {
+  at_block_start.push_back([] { cluster_steps.assign(fibres.size(), cluster_step::none); });
+  return true;
+}();
+
+inline void step_in_cluster(cluster_step from, cluster_step to) {
+  if (cluster_steps[current] != from)
+    tell("a thread has not begun in its cluster, or not waited for the others to begin");
+  cluster_steps[current] = to;
+}
+
+inline void check_cluster_has_begun() {
+  step_in_cluster(cluster_step::waited, cluster_step::waited);
+}
+
+}  // namespace emulation
+
 namespace pagedattn {
 
-// all blocks' memory is there before the first of them runs
-inline void begin_in_cluster() {}
-inline void wait_for_cluster_to_begin() {}
-inline void cluster_barrier() { emulation::give_way(emulation::waits::cluster); }
+inline void begin_in_cluster() {
+  emulation::step_in_cluster(emulation::cluster_step::none, emulation::cluster_step::began);
+}
+inline void wait_for_cluster_to_begin() {
+  emulation::step_in_cluster(emulation::cluster_step::began, emulation::cluster_step::waited);
+}
+inline void cluster_barrier() {
+  emulation::step_in_cluster(emulation::cluster_step::waited, emulation::cluster_step::waited);
+  emulation::give_way(emulation::waits::cluster);
+}
 inline void store_in_block(int block, void* place, float4 value) {
   emulation::store(block, place, value);
 }

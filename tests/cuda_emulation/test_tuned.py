@@ -119,6 +119,7 @@ def _with(problem: Problem, **changes: Any) -> Problem:
     ("head_dim", "dtype", "kv_dtype", "group", "block_size", "arch"),
     [
         (16, HALF, HALF, 1, 8, 90),
+        (16, BF16, INT8, 3, 16, 90),
         (32, BF16, BF16, 7, 24, 80),
         (48, HALF, HALF, 24, 8, 90),
         (64, HALF, E4M3, 8, 32, 90),

@@ -14,6 +14,7 @@ from _emulated_calls import (
     judge_orders,
     long_call,
     many_short_beside_a_long_one,
+    shifted,
     with_bound_of_queries,
 )
 from _emulation import TUNED_ALONE, Libraries, tuned
@@ -173,6 +174,28 @@ def test_a_wrong_bound_of_query_tokens_is_told_by_its_sequences_alone(
     assert_told_by_its_sequences(wrong, right, 2e-3)
 
 
+@pytest.mark.parametrize("starts", [[0, 1, 5], [-2, 1, 3], [0, 1, 2**31 - 1], [0, 5, 2], [3, 4, 5]])
+def test_starts_that_no_host_has_checked_write_nothing_outside(
+    device: Device, starts: list[int]
+) -> None:
+    call = long_call(replace(SMALL, num_heads=2), [600, 90, 33])
+    rows, heads, dims = call.query.shape
+    out = torch.full((3 * rows, heads, dims), UNTOUCHED, dtype=HALF)
+    lse = torch.full((3 * rows, heads), UNTOUCHED)
+    call = replace(
+        call, out=out[rows : 2 * rows], lse=lse[rows : 2 * rows], num_splits=3, max_query_len=3,
+        seq_lens=call.seq_lens[:2], block_tables=call.block_tables[:2],
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+    )  # fmt: skip
+    library, runner = device(replace(SMALL, num_heads=2, varlen_query=True))
+    assert runner.tuned(call) == 0
+    assert library.emulation_most_clustered() == 3
+    assert library.emulation_fault() is None
+    for held in (out, lse):
+        assert bool((held[:rows] == UNTOUCHED).all())
+        assert bool((held[2 * rows :] == UNTOUCHED).all())
+
+
 def test_short_sequences_alone(device: Device) -> None:
     """The blocks of one that is another launch's meet their cluster as well."""
     problem = replace(SMALL, num_heads=2, varlen_query=True, query_part="short")
@@ -258,6 +281,40 @@ def test_short_contexts_have_as_few_partitions_as_a_cluster_merges(
     assert library.emulation_most_clustered() == (1 if fewer else blocks)
 
 
+def test_a_window_makes_contexts_short(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_EMULATED_SMS", 132)
+    problem = replace(SMALL, window=True)
+    for window, blocks in ((3000, 16), (5000, 1)):
+        call = replace(long_call(problem, [200] * 2), max_seq_len=100_000, window=window)
+        library, runner = device(problem)
+        assert runner.tuned(call) == 0
+        assert library.emulation_most_clustered() == blocks
+    call = replace(call, window=500)
+    library, runner = device(problem, together=4)
+    library.emulation_multiprocessors(24)
+    assert runner.tuned(call) == 0
+    assert library.emulation_most_clustered() > 1, "a warp has few items"
+
+
+def test_no_address_decides(device: Device) -> None:
+    """The first call of its shapes may be one that is refused."""
+    call = replace(long_call(SMALL, [1000, 3]), num_splits=4, plans={})
+    library, runner = device(SMALL)
+    assert runner.tuned(replace(call, key_cache=shifted(call.key_cache))) == REFUSED
+    assert runner.tuned(call) == 0
+    assert library.emulation_most_clustered() == 4
+
+
+def test_the_librarys_own_entry_is_asked(libraries: Libraries) -> None:
+    library = libraries.of(SMALL, *tuned(90))
+    runner = CudaRunner(library, SMALL)
+    call = replace(long_call(SMALL, [1000, 3]), num_splits=4)
+    for together in (0, MANY):
+        library.emulation_clusters(together)
+        assert runner._plan(call, "tuned").params.clustered == (together == MANY)
+    library.emulation_clusters(0)
+
+
 def test_a_cluster_needs_no_workspace(device: Device) -> None:
     call = replace(long_call(SMALL, [1000, 3]), num_splits=4)
     for together in (0, MANY):
@@ -266,12 +323,16 @@ def test_a_cluster_needs_no_workspace(device: Device) -> None:
         assert (plan.workspace == 0) == (together == MANY)
 
 
-def test_one_that_the_kernel_cannot_form_is_refused(device: Device) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_splits", 17), ("team", 2), ("tokens_per_split", 2048)]
+)
+def test_one_that_the_kernel_cannot_form_is_refused(device: Device, name: str, value: int) -> None:
     """As a plan would be whose partitions are another call's."""
-    call = replace(long_call(SMALL, [1500, 3]), num_splits=17)
+    call = replace(long_call(SMALL, [1500, 3]), num_splits=4)
     _library, runner = device(SMALL)
     plan = runner._plan(call, "tuned")
-    plan.params.clustered = 1
+    assert plan.params.clustered == 1
+    setattr(plan.params, name, value)
     plans: dict[object, object] = {}
     call = replace(call, plans=plans)
     assert runner.tuned(call) == 0

@@ -62,7 +62,7 @@ def runners(which: str, problem: Problem) -> Iterator[Any]:
 
     assert isinstance(runner, CudaRunner)
     launch = runner.portable if which == "cuda-portable" else runner.tuned
-    for splits in (None, 1, 40):  # 40: a merge of more than few, but for short contexts
+    for splits in (None, 1, 40):  # 40: many, but for short contexts
 
         def run(call: Call, splits: int | None = splits) -> None:
             require_success(runner._library, launch(replace(call, num_splits=splits)))

@@ -67,7 +67,8 @@ def test_results_are_right_and_the_same_bits_each_time(
     runner = _loaded(problem, pytestconfig.option.cuda_cache)
     call = on_device(long_call(problem, lengths), problem.device)
     if not runner._plan(call, "tuned").params.clustered:
-        assert len(lengths) > 1, "each device has room for four clusters"
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        assert len(lengths) > 1 or processors < 100, "a whole device has room for four clusters"
         pytest.skip("this device has no room for so many clusters, or they are no faster")
     first, lse = _results(runner, call)
     for _ in range(100):
