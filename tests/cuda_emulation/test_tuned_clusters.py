@@ -291,7 +291,7 @@ def test_a_window_makes_contexts_short(device: Device, monkeypatch: pytest.Monke
         assert library.emulation_most_clustered() == blocks
     call = replace(call, window=500)
     library, runner = device(problem, together=4)
-    library.emulation_multiprocessors(24)
+    library.emulation_multiprocessors(64)  # of two blocks each, but one is enough
     assert runner.tuned(call) == 0
     assert library.emulation_most_clustered() > 1, "a warp has few items"
 
