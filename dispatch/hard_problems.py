@@ -24,7 +24,7 @@ from pagedattn.backends.protocol import SHORT_QUERIES, Call, Problem
 UNTOUCHED = 7.0
 _PADS = (-1, 2**31 - 1)
 _LONG = 641  # tokens: on a GPU enough for several partitions
-_CAPTURED = 131072  # tokens: what a captured graph is told, however short the sequences are
+_CAPTURED = 16384  # tokens: as a captured graph is told, however short the sequences are
 
 
 def make_call(problem: Problem, seed: int = 0) -> Call:
@@ -103,10 +103,16 @@ def _other_counts(problem: Problem) -> list[int]:
 
 
 def with_long_bound(call: Call) -> Call:
-    """The call as an engine captures it for whatever may come."""
+    """The call as an engine captures it for whatever may come: its table is wide, and mostly
+    padding."""
+    rows, given = call.block_tables.shape
+    per_block = call.max_seq_len // given
+    tables = call.block_tables.new_full((rows, -(-_CAPTURED // per_block)), _PADS[1])
+    tables[:, :given] = call.block_tables
     return replace(
         call,
-        max_seq_len=_CAPTURED,
+        block_tables=tables,
+        max_seq_len=tables.shape[1] * per_block,
         out=torch.full_like(call.out, math.nan),
         lse=None if call.lse is None else torch.full_like(call.lse, math.nan),
     )

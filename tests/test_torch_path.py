@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from _torch_calls import Road, assert_right, by_device_road, every_road, make_call
 
-from pagedattn.backends.protocol import QUANTISED_KV_DTYPES, KVLayout
+from pagedattn import hard_problems, verify
+from pagedattn.backends.protocol import QUANTISED_KV_DTYPES, KVLayout, Problem
+from pagedattn.backends.python_v2.backend import run
 
 every_layout = pytest.mark.parametrize("layout", ["packed", "NHD", "HND"])
 every_dtype = pytest.mark.parametrize(
@@ -204,3 +207,16 @@ def test_no_log_sum_exp_asked_for_and_no_sequence_at_all(road: Road) -> None:
     call = road(make_call(RAGGED, lse=None))
     assert_right(call)
     road(make_call([]))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_bound_far_beyond_the_lengths_on_a_device(varlen: bool) -> None:
+    """As a captured graph has it; nothing but padding is in the rest of the table."""
+    dtype = torch.float16
+    problem = Problem("cpu", dtype, dtype, 6, 2, 64, 16, varlen_query=varlen, return_lse=True)
+    call = hard_problems.with_long_bound(hard_problems.make_call(problem))
+    truth = verify.oracle(call, problem)
+    run(replace(call, host_seq_lens=None, host_query_start=None))
+    error, lse_error = verify.errors(call, truth)
+    assert error <= verify.TOLERANCE[dtype]
+    assert lse_error <= verify.LSE_TOLERANCE[dtype]

@@ -16,7 +16,7 @@ import torch
 import pagedattn
 from pagedattn import verify
 from pagedattn.backends.protocol import Call, KVLayout, Problem
-from pagedattn.hard_problems import make_call
+from pagedattn.hard_problems import make_call, with_long_bound
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
@@ -207,6 +207,16 @@ def test_tokens_of_no_sequence_at_all() -> None:
     assert torch.equal(call.out, torch.zeros_like(call.out))
     assert call.lse is not None
     assert bool((call.lse == -math.inf).all())
+
+
+def test_a_bound_far_beyond_the_lengths() -> None:
+    """As a captured graph has it: most splits have nothing to do."""
+    call = with_long_bound(make_call(BASE))
+    truth = verify.oracle(call, BASE)
+    TritonBackend().load(BASE)(call)
+    error, lse_error = verify.errors(call, truth)
+    assert error <= verify.TOLERANCE[torch.float32]
+    assert lse_error <= verify.LSE_TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
