@@ -108,8 +108,9 @@ extern "C" {
  * was launched. */
 int pagedattn_run(const struct pagedattn_call *call);
 
-/* 1 where the blocks of the call's partitions should merge them as a cluster, else 0. Nothing is
- * launched, and no pointer counts; it holds for calls with the same `shared` and max_seq_len. */
+/* 1 where the blocks of the call's partitions should merge them as a cluster, else 0, or 1 + a code
+ * for pagedattn_error where the device does not say. Nothing is launched, and no pointer matters: it
+ * holds for all calls with the same `shared` and max_seq_len. */
 int pagedattn_clustered(const struct pagedattn_call *call);
 
 /* Warps of the tuned kernel's blocks; 0 where the library has only the portable one. */

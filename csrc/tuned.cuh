@@ -162,12 +162,12 @@ cudaError_t allow() {
 /// A cluster's blocks lie close together, so that fewer find a place: on an H200, which has 132
 /// multiprocessors, 120 in clusters of four. Where a grid has more, some multiprocessors get two
 /// blocks and others none, and a call takes 5 % longer; where a warp has few items, that is less
-/// than the launch.
+/// than the launch. 1 or 0; more: 1 + what the device said in place of an answer.
 template <class Form>
-bool has_room(const pagedattn_params& p) {
+int has_room(const pagedattn_params& p) {
   constexpr int64_t FEW_ITEMS = 8;
   const int64_t blocks = Form::blocks(p);
-  if (blocks <= 0) return false;
+  if (blocks <= 0) return 0;
   int device = 0, processors = 0, together = 0, clusters = 0;
   const launch_setup one(p.num_splits, TUNED_THREADS, Form::BYTES, Form::kind(p), nullptr);
   cudaError_t code = allow<Form>();
@@ -179,13 +179,16 @@ bool has_room(const pagedattn_params& p) {
                                                          Form::BYTES);
   if (code == cudaSuccess)
     code = cudaOccupancyMaxActiveClusters(&clusters, Form::KERNEL, &one.config);
-  if (code != cudaSuccess) cudaGetLastError();  // it is no error of the caller's
-  if (code != cudaSuccess || together == 0) return false;
+  if (code != cudaSuccess) {
+    cudaGetLastError();  // it is no error of the next caller's
+    return 1 + static_cast<int>(code);
+  }
+  if (together == 0) return 0;
   const int64_t items = longest_seen(p) / (int64_t{ITEM} * TUNED_WARPS * p.num_splits);
   // blocks that a multiprocessor may get: as many as fit, or no more than without clusters
   const int64_t most = (blocks + processors - 1) / processors;
   const int64_t there = items <= FEW_ITEMS || most > together ? together : most;
-  return blocks / p.num_splits <= clusters * there / together;
+  return blocks / p.num_splits <= clusters * there / together ? 1 : 0;
 }
 
 /// Phase 2 for the call's rows; `after`: behind phase 1, which may still run.
@@ -267,14 +270,15 @@ inline int run_tuned(const pagedattn_params& p, cudaStream_t stream) {
 }
 
 /// Whether the blocks of the call's partitions should merge them, as a cluster. No address decides:
-/// it is asked once for all calls of the same shapes.
-inline bool clusters_serve(pagedattn_params p) {
+/// it is asked once for all calls of the same shapes. As `has_room` answers.
+inline int clusters_serve(pagedattn_params p) {
   p.clustered = 1;
   p.query = p.key_cache = p.value_cache = p.out = nullptr;
-  return with_form(p, [&](auto form) -> int {
-           if constexpr (decltype(form)::CLUSTERED) return has_room<decltype(form)>(p);
-           else return 0;
-         }) == 1;
+  const int answer = with_form(p, [&](auto form) -> int {
+    if constexpr (decltype(form)::CLUSTERED) return has_room<decltype(form)>(p);
+    else return 0;
+  });
+  return answer == PAGEDATTN_REFUSED ? 0 : answer;
 }
 
 }  // namespace pagedattn

@@ -128,7 +128,11 @@ class CudaRunner:
             return None
         params = params_of(call, *part)
         address = ctypes.addressof(params)
-        params.clustered = self._library.pagedattn_clustered(pack(address, call, 0, 0))
+        answer = self._library.pagedattn_clustered(pack(address, call, 0, 0))
+        if answer > 1:
+            why = self._library.pagedattn_error(answer - 1).decode(errors="replace")
+            log.debug("no clusters: the device does not say how many it has room for (%s)", why)
+        params.clustered = answer == 1
         return _Plan(params, address, 0) if params.clustered else None
 
 

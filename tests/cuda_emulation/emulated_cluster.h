@@ -67,20 +67,6 @@ inline unsigned char* in_block(int rank, void* place, size_t bytes) {
   return rank == rank_in_cluster ? here : cluster[rank].shared.data() + offset;
 }
 
-inline void check_cluster_has_begun();
-
-template <class T>
-void store(int rank, void* place, T value) {
-  if (reinterpret_cast<uintptr_t>(place) % sizeof(T) != 0) tell("a store that is not aligned");
-  check_cluster_has_begun();
-  if (unsigned char* const there = in_block(rank, place, sizeof(T)))
-    memcpy(there, &value, sizeof(T));
-}
-
-}  // namespace emulation
-
-namespace emulation {
-
 /// How far a thread of the running block is: on a device a store may come before another block has
 /// begun, which here all have.
 enum class cluster_step { none, began, waited };
@@ -99,6 +85,14 @@ inline void step_in_cluster(cluster_step from, cluster_step to) {
 
 inline void check_cluster_has_begun() {
   step_in_cluster(cluster_step::waited, cluster_step::waited);
+}
+
+template <class T>
+void store(int rank, void* place, T value) {
+  if (reinterpret_cast<uintptr_t>(place) % sizeof(T) != 0) tell("a store that is not aligned");
+  check_cluster_has_begun();
+  if (unsigned char* const there = in_block(rank, place, sizeof(T)))
+    memcpy(there, &value, sizeof(T));
 }
 
 }  // namespace emulation

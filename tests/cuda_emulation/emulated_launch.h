@@ -196,11 +196,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(
   return cudaSuccess;
 }
 
-/// As many as the test has said; they must not be more than the launch could have.
+/// As many as the test has said; less than none is a device that does not say.
 template <class... P>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(P...),
                                            const cudaLaunchConfig_t* config) {
-  if (config->gridDim.x % cluster_of(*config) != 0) return cudaErrorInvalidValue;
+  const bool whole = config->gridDim.x % cluster_of(*config) == 0;
+  if (!whole || emulation::clusters_together < 0) return cudaErrorInvalidValue;
   *clusters = emulation::clusters_together;
   return cudaSuccess;
 }

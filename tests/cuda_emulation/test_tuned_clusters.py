@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -292,6 +293,17 @@ def test_a_window_makes_contexts_short(device: Device, monkeypatch: pytest.Monke
     library.emulation_multiprocessors(64)  # of two blocks each, but one is enough
     assert runner.tuned(call) == 0
     assert library.emulation_most_clustered() > 1, "a warp has few items"
+
+
+def test_a_device_that_does_not_say_forms_none(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = replace(long_call(SMALL, [1000, 3]), num_splits=4)
+    library, runner = device(SMALL, together=-1)
+    with caplog.at_level(logging.DEBUG, "pagedattn"):
+        assert runner.tuned(call) == 0
+    assert library.emulation_most_clustered() == 1
+    assert "does not say how many it has room for (the launch failed)" in caplog.text
 
 
 def test_no_address_decides(device: Device) -> None:

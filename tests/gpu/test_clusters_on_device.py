@@ -8,35 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from _emulated_calls import long_call
+from _on_device import loaded
 from _places import every_layout
 from torch import Tensor
 
-from pagedattn import registry, verify
+from pagedattn import verify
 from pagedattn.backends.cuda.abi import require_success
 from pagedattn.backends.cuda.launch import CudaRunner
-from pagedattn.backends.errors import BackendUnavailable
 from pagedattn.backends.protocol import Call, KVLayout, Problem
 from pagedattn.hard_problems import on_device
-from pagedattn.probe import facts
 
 pytestmark = pytest.mark.gpu
 HALF, E4M3 = torch.float16, torch.float8_e4m3fn
-
-
-def _loaded(problem: Problem, cuda_cache: str | None) -> CudaRunner:
-    backend = registry.get("cuda")
-    if absent := backend.not_present_reasons(facts()):
-        pytest.skip("; ".join(absent))
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("only sm_90 has kernels that form clusters")
-    try:
-        runner = backend.load(problem)
-    except BackendUnavailable as error:
-        if cuda_cache is not None:
-            raise
-        pytest.skip(str(error))  # no cache was named, so nothing is compiled here
-    assert isinstance(runner, CudaRunner)
-    return runner
 
 
 def _results(runner: CudaRunner, call: Call) -> tuple[Tensor, Tensor]:
@@ -64,7 +47,9 @@ def test_results_are_right_and_the_same_bits_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = Problem("cuda:0", HALF, kv_dtype, 24, 4, 256, 16, layout, return_lse=True)
-    runner = _loaded(problem, pytestconfig.option.cuda_cache)
+    runner = loaded(problem, pytestconfig)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only sm_90 has kernels that form clusters")
     call = on_device(long_call(problem, lengths), problem.device)
     if not runner._plan(call, "tuned").params.clustered:
         processors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from _on_device import loaded
 from _places import every_layout
 
-from pagedattn import registry, verify
+from pagedattn import verify
 from pagedattn.backends.cuda.abi import require_success
 from pagedattn.backends.cuda.launch import CudaRunner
-from pagedattn.backends.errors import BackendUnavailable
 from pagedattn.backends.protocol import Call, Problem
-from pagedattn.probe import facts
 
 pytestmark = pytest.mark.gpu
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -42,21 +41,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _loaded(problem: Problem, cuda_cache: str | None) -> CudaRunner:
-    backend = registry.get("cuda")
-    absent = backend.not_present_reasons(facts())
-    if absent:
-        pytest.skip("; ".join(absent))
-    try:
-        runner = backend.load(problem)
-    except BackendUnavailable as error:
-        if cuda_cache is not None:
-            raise
-        pytest.skip(str(error))  # no cache was named, so nothing is compiled here
-    assert isinstance(runner, CudaRunner)
-    return runner
-
-
 def _running(runner: CudaRunner, launch: Callable[[Call], int]) -> Callable[[Call], None]:
     return lambda call: require_success(runner._library, launch(call))
 
@@ -75,6 +59,6 @@ def test_hard_problems(
     sizes = (2 * group, 2, head_dim, block_size)
     problem = Problem("cuda:0", dtype, kv_dtype, *sizes, return_lse=True, kv_layout=layout)
     problem = replace(problem, **FEATURES[features])
-    runner = _loaded(problem, pytestconfig.option.cuda_cache)
+    runner = loaded(problem, pytestconfig)
     verdict = verify.judge(_running(runner, runner.portable), problem)
     assert verdict.outcome == "ok", verdict.detail
